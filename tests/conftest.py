@@ -1,0 +1,6 @@
+"""Shared test configuration: two threads and no surprises from the environment."""
+
+import os
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
