@@ -77,12 +77,11 @@ class AttentionMetadata:
 
     Attributes:
         positions: ``[T]`` int64 position of each token in its request.
-        write_blocks, write_offsets: ``[T]`` int64 cache address of each token.
+        slots: ``[T]`` int64 cache address of each token (block x block_size + offset).
     """
 
     positions: Tensor
-    write_blocks: Tensor
-    write_offsets: Tensor
+    slots: Tensor
     groups: list[RequestGroup]
 
     @staticmethod
@@ -105,7 +104,7 @@ class AttentionMetadata:
             ValueError: if a block table is too short for its request.
         """
         positions: list[int] = []
-        blocks: list[int] = []
+        slots: list[int] = []
         first_rows: list[int] = []
         for query_len, context_len, table in zip(query_lens, context_lens, block_tables, strict=True):
             if (context_len + query_len) > len(table) * block_size:
@@ -115,16 +114,14 @@ class AttentionMetadata:
             first_rows.append(len(positions))
             span = range(context_len, context_len + query_len)
             positions.extend(span)
-            blocks.extend(table[position // block_size] for position in span)
-        position_tensor = torch.tensor(positions, dtype=torch.int64)
+            slots.extend(table[p // block_size] * block_size + p % block_size for p in span)
         groups = [
             _build_group(members, query_lens, context_lens, block_tables, first_rows, block_size, device, dtype)
             for members in group_requests(query_lens, context_lens)
         ]
         return AttentionMetadata(
-            positions=position_tensor.to(device),
-            write_blocks=torch.tensor(blocks, dtype=torch.int64).to(device),
-            write_offsets=(position_tensor % block_size).to(device),
+            positions=torch.tensor(positions, dtype=torch.int64, device=device),
+            slots=torch.tensor(slots, dtype=torch.int64, device=device),
             groups=groups,
         )
 
@@ -217,7 +214,7 @@ def paged_attention(
     Returns:
         ``[T, num_heads, head_dim]``.
     """
-    cache.write(key, value, metadata.write_blocks, metadata.write_offsets)
+    cache.write(key, value, metadata.slots)
     if len(metadata.groups) == 1 and metadata.groups[0].rows is None:
         return _attend(query, cache, metadata.groups[0], scale)
     output = torch.empty_like(query, memory_format=torch.contiguous_format)

@@ -24,10 +24,10 @@ class LayerCache:
     def num_kv_heads(self) -> int:
         return self.keys.shape[2]
 
-    def write(self, key: Tensor, value: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
-        """Store ``[T, num_kv_heads, head_dim]`` keys and values of T tokens at (block, offset)."""
-        self.keys[block_ids, offsets] = key
-        self.values[block_ids, offsets] = value
+    def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Store ``[T, num_kv_heads, head_dim]`` keys and values at ``[T]`` slots (block x block_size + offset)."""
+        self.keys.view(-1, *self.keys.shape[2:]).index_copy_(0, slots, key)
+        self.values.view(-1, *self.values.shape[2:]).index_copy_(0, slots, value)
 
 
 class KVCache:
