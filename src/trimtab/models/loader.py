@@ -220,8 +220,8 @@ def prepare(model: Any, tokenizer: Any, dtype: str) -> None:
     embedding it may be tied to."""
     body = model.base_model
     if dtype == "int8":
-        ids = torch.tensor([tokenizer(CALIBRATION_TEXT).input_ids])
-        smooth(body, lambda: body(input_ids=ids, use_cache=False))
+        ids = tokenizer(CALIBRATION_TEXT).input_ids or list(range(model.config.get_text_config().vocab_size))[:256]
+        smooth(body, lambda: body(input_ids=torch.tensor([ids]), use_cache=False))
     fuse(body)
     if dtype == "int8":
         quantize_linears(model)
