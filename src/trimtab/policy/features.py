@@ -294,7 +294,7 @@ def _top_features_to_host(probs: Tensor, names: Sequence[str]) -> Tensor:
 
 def _entropy(probs: Tensor, logits: Tensor | None) -> Tensor:
     if logits is None:
-        return torch.special.entr(probs).sum(-1)
+        return -torch.sum(probs * probs.clamp_min(1e-38).log(), dim=-1)
     # exp(-104) is 0 in float32: the limit only keeps 0 * inf out.
     below_peak = torch.clamp_max(logits.amax(-1, keepdim=True) - logits, 104.0)
-    return torch.mul(below_peak, probs).sum(-1) - probs.amax(-1).log()
+    return torch.sum(below_peak * probs, dim=-1) - probs.amax(-1).log()

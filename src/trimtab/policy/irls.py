@@ -83,10 +83,10 @@ def contributions(features: Array, probs: Array, labels: NDArray[np.bool_], obse
     weighted = weights[..., None] * features
     flat = np.empty((num_requests, RoundSums.width(num_positions, num_features)))
     parts = (
-        (weighted.transpose(0, 2, 1) @ features).reshape(num_requests, -1)
+        (weighted.transpose(0, 2, 1) @ features).reshape(num_requests, num_features**2)
         if num_features > 1
         else (weighted * features).sum(1),
-        weighted.reshape(num_requests, -1),
+        weighted.reshape(num_requests, num_positions * num_features),
         weights,
         (errors[..., None] * features).sum(1),
         errors,
@@ -151,7 +151,7 @@ def cap_step(probes: Array, before: Coefficients, step: Coefficients, max_move: 
     if probes.shape[0] == 0 or largest_move(probes, before, step, 1.0) <= max_move:
         return step
     low, high = 0.0, 1.0
-    for _ in range(20):
+    for _ in range(50):  # a step off a saturated start can be 1e8 too long
         middle = (low + high) / 2
         if largest_move(probes, before, step, middle) <= max_move:
             low = middle
