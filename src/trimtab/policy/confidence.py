@@ -287,8 +287,8 @@ class HeadConfidence:
     def _refit_position(self, position: int) -> None:
         size = min(self._num_rows, len(self._logits))
         logits, verified, accepted = self._logits[:size], self._counts[:size, 0], self._counts[:size, 1]
-        # Rejected before means not accepted through here; trimmed before without a rejection means not known.
-        known = (verified > position) | (accepted < verified)
+        # Rejections of drafts trimmed before this position are left out too: their acceptances could not be seen.
+        known = verified > position
         if known.sum() < self.min_labels:
             return
         before = (1 / (1 + np.exp(-logits[:, :position] / self.temperatures[:position]))).prod(1)
