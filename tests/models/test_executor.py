@@ -55,9 +55,7 @@ def test_ragged_chunked_steps_give_the_logits_and_hidden_states_of_transformers(
         )
         output = executor.forward(batch)
         assert output.features is not None
-        for r, n, rows, taps in zip(
-            active, lens, output.logits.split(lens), output.features.split(lens), strict=True
-        ):
+        for r, n, rows, taps in zip(active, lens, output.logits.split(lens), output.features.split(lens), strict=True):
             logits[r].append(rows)
             features[r].append(taps)
             done[r] += n

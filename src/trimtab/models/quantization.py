@@ -41,12 +41,31 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         scales = (weight.abs().amax(1).float() / weight_max()).clamp_min(1e-12)
-        zero_points = torch.zeros(self.out_features, dtype=torch.int64)
+        int8_weight = (weight.float() / scales[:, None]).round_().clamp_(-weight_max(), weight_max()).to(torch.int8)
+        self._pack(int8_weight, scales, None if bias is None else bias.float())
+
+    @classmethod
+    def from_tensors(cls, int8_weight: Tensor, scales: Tensor, bias: Tensor | None) -> Int8Linear:
+        """A layer from what :meth:`tensors` returned."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.out_features, layer.in_features = int8_weight.shape
+        layer._pack(int8_weight, scales, bias)
+        return layer
+
+    def _pack(self, int8_weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
         with _quiet_quantization():
-            quantized = torch.quantize_per_channel(weight.float(), scales, zero_points, 0, torch.qint8)
+            zero_points = torch.zeros(self.out_features, dtype=torch.int64)
+            quantized = torch._make_per_channel_quantized_tensor(int8_weight, scales.double(), zero_points, 0)
             self._packed: Any = torch.ops.quantized.linear_prepack(quantized, None)
-        self.bias = None if bias is None else nn.Parameter(bias.float(), requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self._multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+
+    def tensors(self) -> dict[str, Tensor]:
+        """``int8_weight [out, in]``, ``scales [out]`` float32 and, if there is one, ``bias [out]``."""
+        weight, _ = torch.ops.quantized.linear_unpack(self._packed)
+        found = {"int8_weight": weight.int_repr(), "scales": weight.q_per_channel_scales().float()}
+        return found | ({} if self.bias is None else {"bias": self.bias.data})
 
     def forward(self, hidden: Tensor) -> Tensor:
         rows = hidden.reshape(-1, self.in_features)
@@ -71,11 +90,17 @@ def _quiet_quantization() -> Iterator[None]:
 
 def quantize_linears(module: nn.Module) -> None:
     """Replace every `nn.Linear` below ``module`` by an :class:`Int8Linear`, in place."""
+    replace_linears(module, lambda _, linear: Int8Linear(linear.weight.data, getattr(linear.bias, "data", None)))
+
+
+def replace_linears(module: nn.Module, make: Callable[[str, nn.Linear], nn.Module], prefix: str = "") -> None:
+    """Replace every `nn.Linear` below ``module`` by ``make(path, linear)``, in place."""
     for name, child in list(module.named_children()):
+        path = f"{prefix}{name}"
         if isinstance(child, nn.Linear):
-            setattr(module, name, Int8Linear(child.weight.data, None if child.bias is None else child.bias.data))
+            setattr(module, name, make(path, child))
         else:
-            quantize_linears(child)
+            replace_linears(child, make, f"{path}.")
 
 
 def smooth(model: nn.Module, run_calibration: Callable[[], object]) -> None:
