@@ -54,15 +54,14 @@ def _auc_from_counts(positives: Array, negatives: Array) -> float:
 
 
 def log_loss(probs: ArrayLike, labels: ArrayLike) -> float:
-    """Mean negative log-likelihood in nats, probabilities kept one float64 step away from 0 and 1."""
+    """Mean negative log-likelihood in nats, a probability of 0 counting as one float64 step."""
     values, targets = _checked_probs(probs, labels)
     return float(_losses(values, targets).mean())
 
 
 def _losses(probs: Array, labels: Array) -> Array:
-    eps = np.finfo(np.float64).eps
-    chance: Array = -np.log(np.clip(np.where(labels > 0, probs, 1 - probs), eps, 1 - eps))
-    return chance
+    losses: Array = -np.log(np.maximum(1 - np.abs(labels - probs), np.finfo(np.float64).eps))
+    return losses
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +152,10 @@ class StreamingQuality:
             raise ValueError("probabilities must lie in [0, 1]")
         # Cells are open below and closed above, as the bins of reliability_curve.
         cells = np.maximum(np.ceil(values * self.resolution).astype(np.int64) - 1, 0)
-        for row, weights in enumerate((values, targets, None)):
-            self._sums[row] += np.bincount(cells, weights=weights, minlength=self.resolution)
+        counts = np.bincount(cells + self.resolution * (targets > 0), minlength=2 * self.resolution)
+        self._sums[0] += np.bincount(cells, weights=values, minlength=self.resolution)
+        self._sums[1] += counts[self.resolution :]
+        self._sums[2] += counts[: self.resolution] + counts[self.resolution :]
         self._loss += float(_losses(values, targets).sum())
 
     def merge(self, other: StreamingQuality) -> None:
