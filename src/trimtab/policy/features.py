@@ -23,7 +23,7 @@ FEATURE_LIMIT = 40.0
 GREEDY_TEMPERATURE = 1e-5
 """At or under this temperature samplers take the argmax, and features read the unscaled logits."""
 
-_CHUNK_ELEMENTS = 1 << 18  # 1 MiB of float32: the probabilities are read again while still in the cache
+_CHUNK_ELEMENTS = 1 << 20  # bounds the probabilities held at once to 4 MiB on a CPU
 _CANCELLING = 0.01
 _TOP_FEATURES: dict[str, Callable[[float, float], float]] = {  # of the top probability and the sum of all others
     "logit_q_max": lambda top, others: math.log(top / others),
@@ -114,15 +114,17 @@ def draft_features(
     if temperatures.shape != logits.shape[:1]:
         raise ValueError(f"temperatures must be [{logits.shape[0]}], got {list(temperatures.shape)}")
     scales = _inverse_temperatures_to_host(temperatures)
-    chunk = max(1, _CHUNK_ELEMENTS * (256 if logits.is_cuda else 1) // logits.shape[1])
+    chunk = max(1, _CHUNK_ELEMENTS * (64 if logits.is_cuda else 1) // logits.shape[1])
+    buffer = torch.empty(min(chunk, logits.shape[0]), logits.shape[1], device=logits.device)
     parts = []
     for start in range(0, logits.shape[0], chunk):
         rows = slice(start, start + chunk)
-        scaled = logits[rows].float()
+        scaled = logits[rows].detach().float()
         if scales is not None:
             scaled = scaled * scales[rows, None]
+        probs = torch.softmax(scaled, dim=-1, out=buffer[: scaled.shape[0]])
         tokens = None if drafted_tokens is None else drafted_tokens[rows]
-        parts.append(_features_of(torch.softmax(scaled, dim=-1), scaled, names, tokens))
+        parts.append(_features_of(probs, scaled, names, tokens))
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts) if parts else logits.new_empty(0, len(names), dtype=torch.float32)
