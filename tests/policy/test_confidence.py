@@ -1,7 +1,9 @@
 """Confidence sources: one protocol, six sources, and survival that never rises along a request."""
 
+import re
 import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,12 +17,14 @@ import trimtab.policy
 from trimtab.policy import confidence as module
 from trimtab.policy.confidence import (
     BUILTIN_CONFIDENCES,
+    TEMPERATURE_GRID,
     ConfidenceSource,
     DraftSignals,
     FixedConfidence,
     HeadConfidence,
     TrainedConfidence,
     confidence_names,
+    fit_temperature,
     make_confidence,
     survival_probs,
 )
@@ -155,6 +159,16 @@ def test_head_temperatures_calibrate_the_product_from_left_to_right():
     assert before[2] > 0.05
 
 
+def test_head_temperature_is_the_best_of_the_grid_by_the_plain_calibration_error():
+    rng = np.random.default_rng(3)
+    logits, before = rng.normal(0, 2, 500), rng.random(500)
+    accepted, known = rng.random(500) < before / (1 + np.exp(-logits / 1.5)), rng.random(500) < 0.8
+    found = fit_temperature(logits, accepted, known, before)
+    errors = [calibration_error((before / (1 + np.exp(-logits / t)))[known], accepted[known]) for t in TEMPERATURE_GRID]
+    assert found == TEMPERATURE_GRID[int(np.argmin(errors))]
+    assert fit_temperature(logits, accepted, np.zeros(500, dtype=bool), before) == 1.0
+
+
 def test_head_calibrates_itself_while_serving_and_ignores_what_does_not_teach():
     head, deaf = HeadConfidence(3, refit_interval=30), HeadConfidence(3, refit_interval=30)
     for step in range(200):
@@ -240,6 +254,18 @@ def test_third_parties_register_an_entry_point(monkeypatch):
 def test_bad_input_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_the_example_of_the_howto_works():
+    page = Path(__file__).parents[2] / "docs" / "howto" / "confidence.md"
+    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    names = {}
+    exec(example, names)
+    source = names["PositionRate"](3)
+    assert isinstance(source, ConfidenceSource)
+    source.observe(signals(num_requests=2), judged([3, 2], [1, 2]))
+    assert source.confidence(signals()).shape == (4, 3)
+    assert source.judged.tolist() == [12.0, 12.0, 10.0]
 
 
 def test_every_public_name_exists():
