@@ -246,15 +246,16 @@ def test_an_outcome_must_say_whether_requests_teach():
 
 
 def test_exploration_keeps_deep_positions_learning():
-    """Trimmed at a survival of 0.5, a workload that turns easy is noticed at depth only if some drafts go untrimmed."""
+    """Trimmed at a survival of 0.7, a workload that turns easy is noticed at depth only if some drafts go untrimmed."""
 
     def final_error(share):
         estimator, exploration = AcceptanceEstimator(4), Exploration(share, seed=1)
-        hard, easy = Traffic([0.5], [1.5, -4, -4, -4], seed=1), Traffic([0.5], [1.5, 2, 2, 2], seed=2)
+        hard = Traffic([0.5], [1.5, -4, -4, -4], seed=1, spread=1.0)
+        easy = Traffic([0.5], [1.5, 2, 2, 2], seed=2, spread=1.0)
         keys = torch.arange(32)
         for step in range(1600):
             features, full = (hard if step < 600 else easy).step(32, lengths=np.full(32, 4))
-            lengths = (estimator.predict(features).cumprod(1) > 0.5).sum(1)
+            lengths = (estimator.predict(features).cumprod(1) > 0.7).sum(1)
             lengths[exploration.untrimmed(keys, torch.full((32,), step))] = 4
             estimator.observe(features, outcome(lengths, torch.minimum(lengths, full.num_accepted)))
         probe = torch.full((1, 4, 1), 1.0)

@@ -67,6 +67,8 @@ def test_every_feature_equals_its_float64_definition(size):
     found = draft_features(logits, temperatures, DISTRIBUTION, tokens)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=1e-5)
+    fast = draft_features(logits, temperatures, LOSSLESS)  # a path of its own
+    torch.testing.assert_close(fast.double(), expected[:, : len(LOSSLESS)], atol=2e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("size", [2, 5, 1000])
@@ -74,8 +76,10 @@ def test_fast_path_equals_the_reference(size):
     logits, temperatures, _ = case(size, seed=1)
     scaled = logits / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
     probs = scaled.softmax(-1)
-    fast = draft_features_from_probs(probs, TOP)
-    torch.testing.assert_close(fast, features_reference(probs, None, TOP, None), atol=2e-4, rtol=1e-5)
+    for names in (TOP, LOSSLESS):
+        expected = features_reference(probs, None, names, None)
+        torch.testing.assert_close(draft_features_from_probs(probs, names), expected, atol=2e-4, rtol=1e-5)
+        torch.testing.assert_close(draft_features(logits, temperatures, names), expected, atol=2e-4, rtol=1e-5)
 
 
 def test_features_from_probs_equal_those_from_logits():

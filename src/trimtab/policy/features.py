@@ -25,10 +25,12 @@ GREEDY_TEMPERATURE = 1e-5
 
 _CHUNK_ELEMENTS = 1 << 20  # bounds the probabilities held at once to 4 MiB on a CPU
 _CANCELLING = 0.01
-_TOP_FEATURES: dict[str, Callable[[float, float], float]] = {  # of the top probability and the sum of all others
-    "logit_q_max": lambda top, others: math.log(top / others),
-    "log_q_max": lambda top, others: -math.log1p(others / top),
-    "neg_log_neg_log_q_max": lambda top, others: -math.log(math.log1p(others / top)),
+_ROW_FEATURES: dict[str, Callable[[float, float, float, float], float]] = {  # of top, others, second, entropy
+    "logit_q_max": lambda top, others, second, entropy: math.log(top / others),
+    "log_q_max": lambda top, others, second, entropy: -math.log1p(others / top),
+    "neg_log_neg_log_q_max": lambda top, others, second, entropy: -math.log(math.log1p(others / top)),
+    "top2_margin": lambda top, others, second, entropy: math.log(top / second),
+    "entropy": lambda top, others, second, entropy: entropy,
 }
 
 
@@ -238,8 +240,8 @@ def _inverse_temperatures_to_host(temperatures: Tensor) -> Tensor | None:
 
 
 def _features_of(probs: Tensor, logits: Tensor | None, names: Sequence[str], drafted_tokens: Tensor | None) -> Tensor:
-    if not probs.is_cuda and all(name in _TOP_FEATURES for name in names):
-        return _top_features_to_host(probs, names)
+    if not probs.is_cuda and all(name in _ROW_FEATURES for name in names):
+        return _row_features_to_host(probs, logits, names)
     return features_reference(probs, logits, names, drafted_tokens)
 
 
@@ -274,24 +276,40 @@ def _odds_features(suffix: str, prob: Tensor, others: Tensor) -> dict[str, Tenso
     }
 
 
-def _top_features_to_host(probs: Tensor, names: Sequence[str]) -> Tensor:
-    """Features of the most likely token alone, on a CPU.
+def _row_features_to_host(probs: Tensor, logits: Tensor | None, names: Sequence[str]) -> Tensor:
+    """Lossless features on a CPU, row by row.
 
     After a pass over the vocabulary has flushed the caches each further tensor operation costs 15 to 30 µs against
     1 ms of the softmax itself, so what is left of a row is done on Python floats. An argmax would cost a fifth of a
-    softmax: only rows where one minus the largest would cancel pay for it (5 digits remain up to 0.99).
+    softmax: for the features of the top alone only rows where one minus the top would cancel pay for it (5 digits
+    remain up to 0.99).
     """
-    functions = [_TOP_FEATURES[name] for name in names]
+    functions = [_ROW_FEATURES[name] for name in names]
+    need_second, need_entropy = "top2_margin" in names, "entropy" in names
     rows = []
     for row, top in enumerate(probs.amax(1).tolist()):
-        others = 1 - top
-        if others < _CANCELLING:
+        others, second, entropy = 1 - top, 0.0, 0.0
+        if others < _CANCELLING or need_second:
             values = probs[row].detach().numpy()
             at = int(values.argmax())
-            others = float(values[:at].sum()) + float(values[at + 1 :].sum())
-        others = max(others, 1e-300)  # nan stays nan
-        rows.append([function(top, others) for function in functions])
+            before, after = values[:at], values[at + 1 :]
+            others = float(before.sum()) + float(after.sum())
+            second = max(float(before.max(initial=0.0)), float(after.max(initial=0.0)))
+        if need_entropy:
+            entropy = _entropy_to_host(top, probs[row], None if logits is None else logits[row])
+        others, second = max(others, 1e-300), max(second, 1e-300)  # nan stays nan
+        rows.append([function(top, others, second, entropy) for function in functions])
     return torch.tensor(rows, dtype=torch.float32).view(-1, len(names)).clamp_(-FEATURE_LIMIT, FEATURE_LIMIT)
+
+
+def _entropy_to_host(top: float, probs: Tensor, logits: Tensor | None) -> float:
+    """One row; from logits it needs no logarithm: lse - q·logits, with lse from the top."""
+    if logits is not None:
+        entropy = float(logits.max()) - math.log(top) - float(torch.dot(probs, logits))
+        if math.isfinite(entropy):
+            return max(entropy, 0.0)
+    drawable = probs[probs > 0]  # 0 * -inf is left out here
+    return -float(torch.dot(drawable, drawable.log())) if top == top else math.nan
 
 
 def _entropy(probs: Tensor, logits: Tensor | None) -> Tensor:
