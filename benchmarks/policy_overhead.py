@@ -1,7 +1,8 @@
 """What adaptive verification costs per step on one core.
 
 Decision: confidence + survival + observe for R requests and K positions (the vocabulary does not enter).
-Features: time of the default features of 16 x 49,152 logits over that of one softmax of the same logits, run in turn;
+Features: time of the default features of 16 x 49,152 logits over that of one softmax of the same logits, run in turn,
+both into memory that is there already (the softmax remains for a sampler to go on with);
 also from probabilities that a sampler has already, for peaked rows, and for all lossless features at once.
 
 Run: python benchmarks/policy_overhead.py
@@ -59,10 +60,10 @@ def feature_times(num_rows: int, vocabulary: int, repeats: int) -> dict[str, obj
     times = alternate(
         {
             "softmax": lambda: torch.softmax(logits, dim=-1, out=output),
-            "default": lambda: draft_features(logits, ones, default),
-            "default, every row peaked": lambda: draft_features(peaked, ones, default),
+            "default": lambda: draft_features(logits, ones, default, probs_out=output),
+            "default, every row peaked": lambda: draft_features(peaked, ones, default, probs_out=output),
             "default, from probabilities": lambda: draft_features_from_probs(probs, default),
-            "all lossless": lambda: draft_features(logits, ones, ALL_FEATURES),
+            "all lossless": lambda: draft_features(logits, ones, ALL_FEATURES, probs_out=output),
         },
         repeats,
     )

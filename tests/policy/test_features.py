@@ -178,6 +178,17 @@ def test_recent_acceptance_starts_at_the_prior_and_follows_the_request():
     assert recent.logit(0.8) > 2
 
 
+def test_the_softmax_can_be_kept_for_the_sampler():
+    logits, temperatures, _ = case(200_001, seed=4)
+    probs = torch.empty_like(logits)
+    found = draft_features(logits, temperatures, TOP, probs_out=probs)
+    scaled = logits / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+    torch.testing.assert_close(probs, scaled.softmax(-1))
+    assert torch.equal(found, draft_features(logits, temperatures, TOP))
+    with pytest.raises(ValueError, match="probs_out must be float32"):
+        draft_features(logits, temperatures, TOP, probs_out=probs.double())
+
+
 def test_empty_batch_gives_an_empty_result():
     assert draft_features(torch.empty(0, 9), torch.empty(0), ["logit_q_max", "entropy"]).shape == (0, 2)
     assert draft_features_from_probs(torch.empty(0, 9), ["logit_q_max"]).shape == (0, 1)

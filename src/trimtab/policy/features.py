@@ -96,7 +96,11 @@ def split_features(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def draft_features(
-    logits: Tensor, temperatures: Tensor, names: Sequence[str], drafted_tokens: Tensor | None = None
+    logits: Tensor,
+    temperatures: Tensor,
+    names: Sequence[str],
+    drafted_tokens: Tensor | None = None,
+    probs_out: Tensor | None = None,
 ) -> Tensor:
     """Features of draft distributions from their logits, sharing one softmax over the vocabulary.
 
@@ -105,6 +109,7 @@ def draft_features(
         temperatures: ``[N]`` sampling temperatures; up to 1e-5 counts as greedy and reads the unscaled logits.
         names: which features, in order; distribution features only.
         drafted_tokens: ``[N]`` drawn token ids, needed by the lossy ``*_sampled`` features alone.
+        probs_out: ``[N, V]`` float32 that receives the softmax, for a sampler to go on with.
 
     Returns:
         ``[N, p]`` float32 within ±40. A row without a finite logit, or with NaN or +inf, gives NaN.
@@ -115,16 +120,23 @@ def draft_features(
     _check_rows(logits, names, drafted_tokens)
     if temperatures.shape != logits.shape[:1]:
         raise ValueError(f"temperatures must be [{logits.shape[0]}], got {list(temperatures.shape)}")
+    if probs_out is not None and (probs_out.shape != logits.shape or probs_out.dtype != torch.float32):
+        raise ValueError(
+            f"probs_out must be float32 {list(logits.shape)}, got {probs_out.dtype} {list(probs_out.shape)}"
+        )
     scales = _inverse_temperatures_to_host(temperatures)
-    chunk = max(1, _CHUNK_ELEMENTS * (64 if logits.is_cuda else 1) // logits.shape[1])
-    buffer = torch.empty(min(chunk, logits.shape[0]), logits.shape[1], device=logits.device)
+    num_rows, size = logits.shape
+    chunk = max(1, _CHUNK_ELEMENTS * (64 if logits.is_cuda else 1) // size)
+    if probs_out is None:
+        buffer = torch.empty(min(chunk, num_rows), size, device=logits.device)
     parts = []
-    for start in range(0, logits.shape[0], chunk):
+    for start in range(0, num_rows, chunk):
         rows = slice(start, start + chunk)
         scaled = logits[rows].detach().float()
         if scales is not None:
             scaled = scaled * scales[rows, None]
-        probs = torch.softmax(scaled, dim=-1, out=buffer[: scaled.shape[0]])
+        target = buffer[: scaled.shape[0]] if probs_out is None else probs_out[rows]
+        probs = torch.softmax(scaled, dim=-1, out=target)
         tokens = None if drafted_tokens is None else drafted_tokens[rows]
         parts.append(_features_of(probs, scaled, names, tokens))
     if len(parts) == 1:
