@@ -1,5 +1,6 @@
 """The online acceptance estimator: the published arithmetic, what it learns, and what can not mislead it."""
 
+import doctest
 import json
 import math
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 
+from trimtab.policy import estimator as estimator_module
 from trimtab.policy import irls
 from trimtab.policy.estimator import (
     AcceptanceEstimator,
@@ -110,6 +112,12 @@ def test_refits_equal_the_published_newton_rounds(names, options):
     features, _ = traffic.step(5)
     expected = sigmoid(features.double().numpy() @ slopes + intercepts)
     np.testing.assert_allclose(estimator.predict(features).numpy(), expected, atol=1e-6)
+
+
+def test_the_example_of_the_module_runs():
+    result = doctest.testmod(estimator_module)
+    assert result.attempted > 3
+    assert result.failed == 0
 
 
 def test_start_values_are_the_published_ones():

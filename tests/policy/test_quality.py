@@ -89,6 +89,7 @@ def test_stream_memory_does_not_grow():
     for seed in range(20):
         stream.update(*sample(1000, seed))
     assert stream._sums.nbytes == before
+    assert stream._num_pending < 2048
     assert stream.count == 20_000
 
 

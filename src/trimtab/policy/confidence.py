@@ -83,9 +83,9 @@ def survival_probs(confidences: Tensor, num_drafted: Tensor) -> Tensor:
         return confidences.float()
     positions = torch.arange(confidences.shape[1], device=confidences.device)
     drafted = positions < num_drafted[:, None]
-    clamped = torch.where(drafted, confidences.float().nan_to_num(0.0).clamp(0.0, 1.0), 0.0)
-    # A parallel scan may round a longer product above a shorter one; the running minimum undoes that.
-    return clamped.cumprod(-1).cummin(-1).values
+    survival = torch.where(drafted, confidences.float().nan_to_num(0.0).clamp(0.0, 1.0), 0.0).cumprod(-1)
+    # The parallel scan of a GPU may round a longer product above a shorter one; the running minimum undoes that.
+    return survival.cummin(-1).values if survival.is_cuda else survival
 
 
 class _Stateless:
