@@ -31,7 +31,8 @@ class EngineDeadError(RuntimeError):
 class _Stream:
     """What one request is owed on the event loop's side."""
 
-    num_unfinished: int
+    num_unfinished: int  # sequences the engine still works on, as far as the event loop knows
+    num_unread: int  # sequences whose end the reader has not seen
     outputs: asyncio.Queue[list[RequestOutput] | Exception] = field(default_factory=asyncio.Queue)
 
 
@@ -83,15 +84,16 @@ class EngineThread:
         """
         if not self.alive:
             raise EngineDeadError("the engine is not running")
-        stream = _Stream(params.n)
+        stream = _Stream(params.n, params.n)
         self._streams[request_id] = stream
         self._commands.put(lambda: self._add(request_id, list(prompt_token_ids), params))
         try:
-            while stream.num_unfinished > 0:
+            while stream.num_unread > 0:
                 outputs = await stream.outputs.get()
                 if isinstance(outputs, Exception):
                     stream.num_unfinished = 0
                     raise outputs
+                stream.num_unread -= sum(output.finished for output in outputs)
                 yield outputs
         finally:
             del self._streams[request_id]
