@@ -31,11 +31,15 @@ class SpeculativeConfig(StrictModel):
     method: str | None = Field(None, description="drafter kind: draft_model, ngram, eagle, eagle3, mtp, dflash, dspark")
     model: str | None = Field(None, description="drafter checkpoint: directory, hub id or shipped name")
     num_speculative_tokens: int | None = Field(None, ge=1, le=64, description="K, the most tokens drafted per step")
-    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
-    rejection_sample_method: Literal["standard", "block"] = "standard"
-    prompt_lookup_min: int = Field(2, ge=1)
-    prompt_lookup_max: int = Field(4, ge=1)
-    enable_adaptive_verification: bool = True
+    draft_sample_method: Literal["greedy", "probabilistic"] = Field(
+        "probabilistic", description="draw drafts from the draft distribution, or take its most likely token"
+    )
+    rejection_sample_method: Literal["standard", "block"] = Field(
+        "standard", description="acceptance test: token by token, or whole blocks"
+    )
+    prompt_lookup_min: int = Field(2, ge=1, description="ngram: shortest match to draft from")
+    prompt_lookup_max: int = Field(4, ge=1, description="ngram: longest match to look for")
+    enable_adaptive_verification: bool = Field(True, description="verify only the draft tokens that pay for themselves")
 
     confidence: str | None = Field(
         None, description="confidence source; default: head if the drafter has one, else estimator"
@@ -58,17 +62,19 @@ class EngineConfig(StrictModel):
     """Everything that decides how an engine runs."""
 
     model: str = Field(description="target model: directory, .gguf file, hub id, or smollm2 (embedded)")
-    tokenizer: str | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    max_model_len: int | None = Field(None, ge=1)
-    max_num_seqs: int = Field(64, ge=1)
-    max_num_batched_tokens: int = Field(512, ge=1)
-    block_size: int = Field(32, ge=1)
+    tokenizer: str | None = Field(None, description="tokenizer, if not the model's own")
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = Field(
+        "auto", description="number type of the weights; auto: int8 on CPU, the checkpoint's own on CUDA"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    max_model_len: int | None = Field(None, ge=1, description="longest prompt plus output; default: the model's own")
+    max_num_seqs: int = Field(64, ge=1, description="most requests that run at once; further ones wait")
+    max_num_batched_tokens: int = Field(512, ge=1, description="most tokens computed in one step")
+    block_size: int = Field(32, ge=1, description="tokens per cache block")
     num_kv_blocks: int | None = Field(None, ge=1, description="cache blocks; default: from kv_cache_memory_gb")
-    kv_cache_memory_gb: float = Field(2.0, gt=0)
-    enable_prefix_caching: bool = True
+    kv_cache_memory_gb: float = Field(2.0, gt=0, description="memory for keys and values")
+    enable_prefix_caching: bool = Field(True, description="reuse the cache of prompts that begin alike")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: all cores")
-    seed: int = 0
-    speculative_config: SpeculativeConfig | None = None
+    seed: int = Field(0, description="of requests that bring none of their own")
+    speculative_config: SpeculativeConfig | None = Field(None, description="drafter and verification, as JSON")
     state_dir: str | None = Field(None, description="where estimator and cost model are kept between starts")
