@@ -135,7 +135,9 @@ class GenerationRequest(Body):
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]] = Field(description="text, token ids, or lists of them")
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]] = Field(
+        description="text, token ids, or lists of them"
+    )
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
@@ -198,9 +200,22 @@ class ChatCompletionRequest(GenerationRequest):
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise _complaint("max_tokens", "contradicts max_completion_tokens; send one of them")
-        if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+        if (
+            self.continue_final_message
+            and self.add_generation_prompt
+            and "add_generation_prompt" in self.model_fields_set
+        ):
             raise _complaint("continue_final_message", "contradicts add_generation_prompt: true")
-        taken = {"chat_template", "tokenize", "messages", "conversation", "tools", "return_dict", "padding", "truncation"}
+        taken = {
+            "chat_template",
+            "tokenize",
+            "messages",
+            "conversation",
+            "tools",
+            "return_dict",
+            "padding",
+            "truncation",
+        }
         if taken & set(self.chat_template_kwargs or {}):
             raise _complaint("chat_template_kwargs", f"may not set {', '.join(sorted(taken))}")
         return self
