@@ -66,12 +66,16 @@ class BlockPool:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
 
-    def release(self, blocks: Sequence[int], forget: bool = False) -> None:
+    def release(self, blocks: Sequence[int], forget: bool = False) -> list[int]:
         """Give back one reference of each; the last blocks of a sequence are reused before its first.
 
         Args:
             forget: what the blocks hold must not be found again (a failed request wrote them).
+
+        Returns:
+            The blocks that are free now.
         """
+        freed: list[int] = []
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} released twice"
             self._references[block] -= 1
@@ -82,6 +86,8 @@ class BlockPool:
                     self._cached[block] = None
                 else:
                     self._free.append(block)
+                    freed.append(block)
+        return freed
 
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of.pop(block, None)
@@ -89,9 +95,13 @@ class BlockPool:
             del self._block_of[block_hash]
 
 
-def extend_hashes(hashes: list[bytes], tokens: Sequence[int], block_size: int) -> None:
-    """Append the hashes of further full blocks of ``tokens``; each covers everything before it too."""
-    for index in range(len(hashes), len(tokens) // block_size):
+def extend_hashes(hashes: list[bytes], tokens: Sequence[int], block_size: int, lookahead: int = 0) -> None:
+    """Append the hashes of further full blocks of ``tokens``; each covers everything before it too.
+
+    Args:
+        lookahead: tokens after a block that belong to its content.
+    """
+    for index in range(len(hashes), (len(tokens) - lookahead) // block_size):
         previous = hashes[-1] if hashes else b""
-        content = ",".join(map(str, tokens[index * block_size : (index + 1) * block_size]))
+        content = ",".join(map(str, tokens[index * block_size : (index + 1) * block_size + lookahead]))
         hashes.append(hashlib.blake2b(previous + content.encode(), digest_size=16).digest())

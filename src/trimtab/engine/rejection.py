@@ -7,8 +7,9 @@ al. 2023. Block: Sun et al. 2024, which accepts at least as many tokens in expec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,36 +17,16 @@ from torch import Tensor
 from trimtab.engine.sampling import draw
 
 
-@dataclass(frozen=True, slots=True)
-class DraftLaw:
-    """What the drafts of R requests were drawn from.
+class DraftLaw(Protocol):
+    """What the drafts of R requests were drawn from, in the vocabulary of the target."""
 
-    Attributes:
-        probs: ``[R, K, draft_vocab_size]`` float32, or None: each draft was certain (one-hot).
-        vocab_map: ``[draft_vocab_size]`` int64 target id of each draft id; None: same vocabulary.
-        draft_ids: ``[R, K]`` int64 drawn tokens as ids of the draft vocabulary (ignored if one-hot).
-    """
+    def full(self, requests: Sequence[int], position: int) -> Tensor:
+        """``[n, V]`` float32 draft distributions of some requests at one position."""
+        ...
 
-    probs: Tensor | None
-    vocab_map: Tensor | None = None
-    draft_ids: Tensor | None = None
 
-    def probs_of_drafts(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """``[n]`` probability with which each (request, position) was drawn."""
-        if self.probs is None or self.draft_ids is None:
-            return torch.ones(len(rows))
-        return self.probs[rows, positions, self.draft_ids[rows, positions]]
-
-    def full(self, rows: Tensor, positions: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
-        """``[n, vocab_size]`` draft distributions over the target's vocabulary."""
-        full = torch.zeros(len(rows), vocab_size, device=tokens.device)
-        if self.probs is None:
-            return full.scatter_(1, tokens[:, None], 1.0)
-        probs = self.probs[rows, positions]
-        if self.vocab_map is None:
-            full[:, : probs.shape[1]] = probs[:, :vocab_size]
-            return full
-        return full.index_copy_(1, self.vocab_map, probs)
+TargetLaw = Callable[[Tensor], Tensor]
+"""``[n]`` int64 rows of the verified batch to ``[n, V]`` float32 probabilities; rows nobody asks for cost nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,36 +38,49 @@ class Verification:
 
 
 def rejection_sample(
-    target_probs: Tensor, num_verified: Sequence[int], draft_tokens: Tensor, law: DraftLaw, uniforms: Tensor
+    target_law: TargetLaw,
+    num_verified: Sequence[int],
+    draft_tokens: Tensor,
+    drawn_probs: Tensor,
+    law: DraftLaw,
+    uniforms: Tensor,
 ) -> Verification:
-    """Standard rejection sampling over a ragged batch.
+    """Standard rejection sampling over a ragged batch, position by position, so that only needed rows are computed.
 
     Args:
-        target_probs: ``[sum(num_verified + 1), V]``, request after request: one row per verified draft and one more.
+        target_law: of the batch's rows, request after request: one row per verified draft and one more.
         num_verified: ``[R]`` verified drafts, 0 included.
         draft_tokens: ``[R, K]`` int64 target ids.
-        law: what they were drawn from.
+        drawn_probs: ``[R, K]`` probability with which each was drawn.
+        law: what they were drawn from; asked only where a draft was rejected.
         uniforms: ``[R, K + 1]`` float64 in [0, 1); the last column draws the extra token.
     """
     counts = torch.tensor(num_verified, dtype=torch.int64)
-    num_requests, num_positions = draft_tokens.shape
     starts = torch.cumsum(counts + 1, 0) - (counts + 1)
-    positions = torch.arange(num_positions)
-    verified = positions[None, :] < counts[:, None]
-    rows, columns = verified.nonzero(as_tuple=True)
-    tokens = draft_tokens[rows, columns]
-    target = target_probs[starts[rows] + columns, tokens].double()
-    draft = law.probs_of_drafts(rows, columns).double()
-    passed = torch.zeros(num_requests, num_positions, dtype=torch.bool)
-    passed[rows, columns] = uniforms[rows, columns] * draft < target
-    num_accepted = passed.cumprod(-1).sum(-1)
-    weights = target_probs[starts + num_accepted]
-    rejected = (num_accepted < counts).nonzero().squeeze(1)
-    if len(rejected):
-        at = num_accepted[rejected]
-        draft_full = law.full(rejected, at, draft_tokens[rejected, at], target_probs.shape[1])
-        weights[rejected] = residual(weights[rejected], draft_full)
-    return Verification(num_accepted, draw(weights, uniforms[:, num_positions]))
+    num_accepted = torch.zeros_like(counts)
+    next_tokens = torch.zeros_like(counts)
+    alive = torch.arange(len(counts))
+    for position in range(draft_tokens.shape[1] + 1):
+        if not len(alive):
+            break
+        probs = target_law(starts[alive] + position)
+        judged = counts[alive] > position
+        passed = torch.zeros_like(judged)
+        if bool(judged.any()):
+            rows = alive[judged]
+            target = probs[judged, draft_tokens[rows, position]].double()
+            passed[judged] = uniforms[rows, position] * drawn_probs[rows, position].double() < target
+        ends = ~passed
+        if bool(ends.any()):
+            rejected = (judged & ends).nonzero().squeeze(1)
+            if len(rejected):
+                drafts = law.full(alive[rejected].tolist(), position)
+                probs[rejected] = residual(probs[rejected], drafts)
+            rows = alive[ends]
+            num_accepted[rows] = position
+            next_tokens[rows] = draw(probs if len(rows) == len(probs) else probs[ends], uniforms[rows, -1])
+        alive = alive[passed]
+    return Verification(num_accepted, next_tokens)
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor, factor: Tensor | float = 1.0) -> Tensor:
@@ -122,7 +116,12 @@ def rejection_sample_reference(
 
 
 def block_verify(
-    target_probs: Tensor, num_verified: Sequence[int], draft_tokens: Tensor, law: DraftLaw, uniforms: Tensor
+    target_law: TargetLaw,
+    num_verified: Sequence[int],
+    draft_tokens: Tensor,
+    drawn_probs: Tensor,
+    law: DraftLaw,
+    uniforms: Tensor,
 ) -> Verification:
     """Block verification (Sun et al. 2024, Algorithm 2); arguments as in :func:`rejection_sample`.
 
@@ -130,32 +129,28 @@ def block_verify(
     h_i = s_i / (s_i + 1 - w_i), s_i = sum(max(0, w_i p_{i+1} - q_{i+1})), and h_n = w_n; the longest standing prefix
     is accepted. P(at least i accepted | x_1..x_i) = w_i for every block length, so trimming stays lossless.
     """
-    num_requests, num_positions = draft_tokens.shape
-    vocab_size = target_probs.shape[1]
-    num_accepted = torch.zeros(num_requests, dtype=torch.int64)
-    weights = torch.empty(num_requests, vocab_size, device=target_probs.device)
+    num_accepted, next_tokens = [], []
     start = 0
     for request, count in enumerate(num_verified):
-        rows, columns = torch.full((count,), request), torch.arange(count)
-        tokens = draft_tokens[request, :count]
-        target = target_probs[start : start + count + 1]
-        drafts = law.full(rows, columns, tokens, vocab_size)
-        ratios = target[columns, tokens].double() / law.probs_of_drafts(rows, columns).double()
-        prefix = [1.0]
-        for ratio in ratios.tolist():
-            prefix.append(min(1.0, prefix[-1] * ratio))
-        factors = torch.tensor(prefix[:count])[:, None]
-        leftovers = (factors * target[:count] - drafts).clamp_(min=0)
-        sums = leftovers.sum(-1).double().tolist()
-        accepted = 0
-        for length in range(1, count + 1):
-            mass, weight = (sums[length], prefix[length]) if length < count else (0.0, prefix[count])
-            stands = weight if length == count else (mass / (mass + 1 - weight) if mass + 1 - weight > 0 else 1.0)
-            if float(uniforms[request, length - 1]) < stands:
-                accepted = length
-        num_accepted[request] = accepted
-        weights[request] = target[accepted]
-        if accepted < count:
-            weights[request] = residual(target[accepted][None], drafts[accepted][None], prefix[accepted])[0]
+        target = target_law(torch.arange(start, start + count + 1))
+        weight, accepted = 1.0, 0
+        weights = target[0]
+        for length in range(count + 1):
+            if length:
+                ratio = float(target[length - 1, draft_tokens[request, length - 1]]) / float(
+                    drawn_probs[request, length - 1]
+                )
+                weight = min(1.0, weight * ratio)
+            left = target[length]
+            stands = weight
+            if length < count:
+                drafts = law.full([request], length)
+                mass = float((weight * target[length] - drafts[0]).clamp_(min=0).sum(dtype=torch.float64))
+                stands = mass / (mass + 1 - weight) if mass + 1 - weight > 0 else 1.0
+                left = residual(target[length : length + 1], drafts, weight)[0]
+            if length == 0 or float(uniforms[request, length - 1]) < stands:
+                accepted, weights = length, left
+        num_accepted.append(accepted)
+        next_tokens.append(draw(weights[None], uniforms[request, -1:]))
         start += count + 1
-    return Verification(num_accepted, draw(weights, uniforms[:, num_positions]))
+    return Verification(torch.tensor(num_accepted, dtype=torch.int64), torch.cat(next_tokens))

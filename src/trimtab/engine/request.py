@@ -12,7 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from trimtab.engine.detokenizer import Detokenizer
+from trimtab.engine.drafting import RequestDraft
 from trimtab.engine.sampling_params import SamplingParams
+from trimtab.policy import RecentAcceptance
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -40,7 +43,7 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times in seconds of `time.monotonic`; counts of draft slots. Drafted, verified and accepted differ by trimming."""
+    """Times in seconds of `time.monotonic`; counts of draft slots, which trimming makes three different numbers."""
 
     arrival: float = field(default_factory=time.monotonic)
     scheduled: float | None = None
@@ -73,6 +76,7 @@ class RequestOutput:
     """
 
     request_id: str
+    index: int  # which of the n completions
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None
@@ -96,9 +100,11 @@ class DrawCounter:
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed % (1 << 63))
         self._buffer: list[float] = []
+        self.num_drawn = 0
 
     def draw(self, count: int) -> list[float]:
         """The next ``count`` uniforms in [0, 1)."""
+        self.num_drawn += count
         while len(self._buffer) < count:
             self._buffer.extend(torch.rand(64, generator=self._generator, dtype=torch.float64).tolist())
         drawn, self._buffer = self._buffer[:count], self._buffer[count:]
@@ -110,38 +116,60 @@ class Request:
     """One sequence that is being generated.
 
     Attributes:
+        request_id: what the caller knows it by; the n completions of one prompt share it.
         tokens: prompt and output so far.
+        max_len: most tokens, prompt included.
+        key: stable number for the policy's hashes.
+        stop_ids: tokens that end the output.
         num_computed: tokens whose keys and values are in the cache.
-        block_table: cache blocks owned, in order.
-        drafts: drafted tokens that wait for verification.
+        block_table: cache blocks owned, in order; the first `num_remembered` are known to the prefix cache.
+        draft: drafted tokens that wait for verification.
         num_drafter_seen: committed positions that the drafter has been given.
-        pending_features: target features of committed positions that the drafter has not been given.
+        features: target features of positions from `num_drafter_seen` on, one chunk per step.
+        can_draft: False once the drafter can not follow the request any more.
     """
 
     request_id: str
+    index: int
     prompt_len: int
     params: SamplingParams
     tokens: list[int]
     draws: DrawCounter
     max_len: int
+    key: int
+    stop_ids: tuple[int, ...]
+    detokenizer: Detokenizer
     state: RequestState = RequestState.WAITING
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
+    num_remembered: int = 0
+    draft: RequestDraft | None = None
     num_drafter_seen: int = 0
-    pending_features: list[Tensor] = field(default_factory=list)
+    features: list[Tensor] = field(default_factory=list)
+    can_draft: bool = True
+    recent: RecentAcceptance = field(default_factory=RecentAcceptance)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     finish_reason: FinishReason | None = None
     error: str | None = None
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self.draft.tokens) if self.draft is not None else 0
+
+    @property
+    def reproducible(self) -> bool:
+        """Seeded and sampled: always drafted and verified in full, so that its draws do not depend on the batch."""
+        return self.params.seed is not None and not self.params.is_greedy
 
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.prompt_len
 
     @property
-    def is_prefilling(self) -> bool:
-        """Whether more than its last token has still to be computed."""
-        return len(self.tokens) - self.num_computed > 1 or self.num_output == 0
+    def num_to_prefill(self) -> int:
+        """Known tokens to compute before it can decode: the whole prompt at first, all but the last when it resumes."""
+        return len(self.tokens) - (self.num_output > 0) - self.num_computed
 
     @property
     def room(self) -> int:

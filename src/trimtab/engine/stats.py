@@ -9,15 +9,43 @@ PHASES = ("plan", "forward", "verify", "observe", "draft")
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyStats:
+    """What the policy knows of itself.
+
+    Attributes:
+        slopes: of the estimator, by feature name.
+        intercepts: ``[K]`` of the estimator.
+        log_loss, ece: of the estimator's last round, each slot scored before it was learned.
+        cost_points: ``(tokens, milliseconds)`` of the current cost curve.
+        cost_relative_error: mean of |predicted - measured| / measured of recent steps.
+        mean_survival: ``[K]`` mean predicted survival of recent drafts.
+    """
+
+    confidence: str | None = None
+    planner: str | None = None
+    slopes: dict[str, float] = field(default_factory=dict)
+    intercepts: tuple[float, ...] = ()
+    num_refits: int = 0
+    num_refused_refits: int = 0
+    log_loss: float | None = None
+    ece: float | None = None
+    cost_points: tuple[tuple[int, float], ...] = ()
+    cost_relative_error: float | None = None
+    mean_survival: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot; counts are totals since the engine started.
 
     Attributes:
+        kv_usage: share of cache blocks that requests own.
+        num_decode_steps: a decoding request counts once per step.
         accepted_by_position, verified_by_position, drafted_by_position: ``[K]``.
         budget_histogram: how many steps verified so many slots in total.
+        fallbacks_by_reason: steps without drafts because the drafter failed.
         phase_seconds: time spent in each of the five calls of a step.
-        cost_points: ``(tokens, milliseconds)`` of the current cost curve.
-        reliability: ``(mean confidence, observed acceptance, count)`` per bin, if an estimator runs.
+        num_untrimmed: drafts verified in full for exploration.
     """
 
     num_running: int
@@ -28,28 +56,20 @@ class EngineStats:
     num_prompt_tokens: int
     num_generated_tokens: int
     num_cached_tokens: int
+    num_preemptions: int
     num_drafts: int
     num_drafted: int
     num_verified: int
     num_accepted: int
+    num_untrimmed: int
     drafted_by_position: tuple[int, ...]
     verified_by_position: tuple[int, ...]
     accepted_by_position: tuple[int, ...]
-    confidence_by_position: tuple[float, ...]
     budget_histogram: dict[int, int]
     finished_by_reason: dict[str, int]
     fallbacks_by_reason: dict[str, int]
-    num_preemptions: int
     phase_seconds: dict[str, float]
-    cost_relative_error: float | None
-    cost_points: tuple[tuple[int, float], ...]
-    slopes: dict[str, float]
-    intercepts: tuple[float, ...]
-    num_refits: int
-    num_refused_refits: int
-    estimator_log_loss: float | None
-    estimator_ece: float | None
-    exploration_share: float
+    policy: PolicyStats
 
     @property
     def acceptance_length(self) -> float:
@@ -64,24 +84,20 @@ class EngineStats:
 
 @dataclass(slots=True)
 class Counters:
-    """The mutable side of EngineStats. `num_decode_steps` counts a decoding request once per step."""
+    """The mutable side of EngineStats."""
 
-    num_positions: int = 0
+    drafted_by_position: list[int]
+    verified_by_position: list[int]
+    accepted_by_position: list[int]
     num_steps: int = 0
     num_decode_steps: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
-    num_cached_tokens: int = 0
     num_drafts: int = 0
     num_drafted: int = 0
     num_verified: int = 0
     num_accepted: int = 0
-    num_preemptions: int = 0
     num_untrimmed: int = 0
-    drafted_by_position: list[int] = field(default_factory=list)
-    verified_by_position: list[int] = field(default_factory=list)
-    accepted_by_position: list[int] = field(default_factory=list)
-    confidence_sums: list[float] = field(default_factory=list)
     budget_histogram: Counter[int] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
@@ -89,14 +105,8 @@ class Counters:
 
     @staticmethod
     def start(num_positions: int) -> Counters:
-        zeros = [0] * num_positions
-        return Counters(
-            num_positions=num_positions,
-            drafted_by_position=list(zeros),
-            verified_by_position=list(zeros),
-            accepted_by_position=list(zeros),
-            confidence_sums=[0.0] * num_positions,
-        )
+        """All zero, for K draft positions."""
+        return Counters([0] * num_positions, [0] * num_positions, [0] * num_positions)
 
     def count_slots(self, drafted: int, verified: int, accepted: int) -> None:
         """Count one request's draft of one step."""
@@ -104,7 +114,45 @@ class Counters:
         self.num_drafted += drafted
         self.num_verified += verified
         self.num_accepted += accepted
-        for position in range(drafted):
-            self.drafted_by_position[position] += 1
-            self.verified_by_position[position] += position < verified
-            self.accepted_by_position[position] += position < accepted
+        for counts, count in (
+            (self.drafted_by_position, drafted),
+            (self.verified_by_position, verified),
+            (self.accepted_by_position, accepted),
+        ):
+            for position in range(count):
+                counts[position] += 1
+
+    def snapshot(
+        self,
+        num_running: int,
+        num_waiting: int,
+        kv_usage: float,
+        num_preemptions: int,
+        num_cached_tokens: int,
+        policy: PolicyStats,
+    ) -> EngineStats:
+        """A frozen copy, with what others count."""
+        return EngineStats(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            kv_usage=kv_usage,
+            num_steps=self.num_steps,
+            num_decode_steps=self.num_decode_steps,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+            num_cached_tokens=num_cached_tokens,
+            num_preemptions=num_preemptions,
+            num_drafts=self.num_drafts,
+            num_drafted=self.num_drafted,
+            num_verified=self.num_verified,
+            num_accepted=self.num_accepted,
+            num_untrimmed=self.num_untrimmed,
+            drafted_by_position=tuple(self.drafted_by_position),
+            verified_by_position=tuple(self.verified_by_position),
+            accepted_by_position=tuple(self.accepted_by_position),
+            budget_histogram=dict(self.budget_histogram),
+            finished_by_reason=dict(self.finished),
+            fallbacks_by_reason=dict(self.fallbacks),
+            phase_seconds=dict(self.phase_seconds),
+            policy=policy,
+        )
