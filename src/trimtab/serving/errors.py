@@ -1,4 +1,4 @@
-"""Errors in the shape of the OpenAI API. They name fields and limits, never paths, stack traces or other people's text."""
+"""Errors in the shape of the OpenAI API: fields and limits, never paths, stack traces or other people's text."""
 
 from __future__ import annotations
 
