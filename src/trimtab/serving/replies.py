@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -122,31 +122,25 @@ def usage_fields(num_prompt: int, num_completion: int, num_cached: int) -> dict[
     }
 
 
-def speculation_fields(all_metrics: Sequence[RequestMetrics], detailed: bool) -> dict[str, Any]:
-    """``metrics.speculative_decoding`` as vLLM writes and AIPerf reads it, summed over the choices of a reply.
+def speculation_fields(metrics: RequestMetrics, detailed: bool) -> dict[str, Any]:
+    """``metrics.speculative_decoding`` as vLLM writes and AIPerf reads it.
 
     Draft tokens are those that were verified, so that rates mean what they mean where nothing is trimmed; how many were
     drafted is added under a name of its own.
     """
-    histogram: dict[int, int] = {}
     by_length: dict[int, dict[int, int]] = {}
-    for metrics in all_metrics:
-        for (verified, accepted), count in metrics.accepted_by_verified.items():
-            histogram[accepted] = histogram.get(accepted, 0) + count
-            row = by_length.setdefault(verified, {})
-            row[accepted] = row.get(accepted, 0) + count
-    steps = sum(metrics.num_spec_steps for metrics in all_metrics)
-    verified = sum(metrics.num_verified for metrics in all_metrics)
-    accepted = sum(metrics.num_accepted for metrics in all_metrics)
+    for (verified, accepted), count in metrics.accepted_by_verified.items():
+        by_length.setdefault(verified, {})[accepted] = count
+    steps, accepted, verified = metrics.num_spec_steps, metrics.num_accepted, metrics.num_verified
     fields: dict[str, Any] = {
         "mean_acceptance_length": 1.0 + accepted / steps if steps else None,
         "draft_acceptance_rate": accepted / verified if verified else None,
-        "acceptance_histogram": _dense(histogram),
+        "acceptance_histogram": _dense(metrics.accepted_histogram),
         "num_spec_steps": steps,
         "num_accepted_draft_tokens": accepted,
         "num_draft_tokens": verified,
         "num_spec_tokens": max(by_length, default=0),
-        "num_drafted_tokens": sum(metrics.num_drafted for metrics in all_metrics),
+        "num_drafted_tokens": metrics.num_drafted,
     }
     if detailed:
         fields["acceptance_histogram_by_draft_length"] = {
@@ -155,5 +149,5 @@ def speculation_fields(all_metrics: Sequence[RequestMetrics], detailed: bool) ->
     return {"speculative_decoding": fields}
 
 
-def _dense(counts: dict[int, int]) -> list[int]:
+def _dense(counts: Mapping[int, int]) -> list[int]:
     return [counts.get(number, 0) for number in range(max(counts, default=-1) + 1)]
