@@ -102,10 +102,7 @@ class LLM:
             ValueError: for prompts or settings that can not be served.
             GenerationError: if a request failed in the engine.
         """
-        several = [prompts] if isinstance(prompts, str) or _is_token_ids(prompts) else list(prompts)  # type: ignore[list-item]
-        return self._run(
-            [(p, self._tokenize(p)) if isinstance(p, str) else (None, list(p)) for p in several], params, show_progress
-        )  # type: ignore[arg-type]
+        return self._run([self._as_tokens(prompt) for prompt in _as_list(prompts)], params, show_progress)
 
     def chat(
         self,
@@ -122,7 +119,7 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Outputs of one prompt step by step; stopping early aborts it."""
         request_id = self._next_id()
-        tokens = self._tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        _, tokens = self._as_tokens(prompt)
         params = params if params is not None else self.default_params()
         self.engine.add_request(request_id, tokens, params)
         num_unfinished = params.n
@@ -144,8 +141,10 @@ class LLM:
         """Save what was learned while serving."""
         self.engine.close()
 
-    def _tokenize(self, text: str) -> list[int]:
-        return list(self.tokenizer(text).input_ids)
+    def _as_tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, list(self.tokenizer(prompt).input_ids)
+        return None, list(prompt)
 
     def _next_id(self) -> str:
         self._num_requests += 1
@@ -199,7 +198,7 @@ def default_speculation(model: str) -> Any:
     chosen = getattr(config, "default_speculation", None)
     if chosen is not None:
         return chosen(model)
-    return config.SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    return config.SpeculativeConfig.model_validate({"method": "ngram", "num_speculative_tokens": 4})
 
 
 def default_sampling(engine: Engine) -> dict[str, Any]:
@@ -232,8 +231,10 @@ def chat_token_ids(tokenizer: Any, messages: Conversation, **options: Any) -> li
     return list(encoded["input_ids"])
 
 
-def _is_token_ids(prompts: object) -> bool:
-    return isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(part, int) for part in prompts)
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """Prompts one by one, where a text or a list of token ids is one prompt."""
+    one = isinstance(prompts, str) or (bool(prompts) and all(isinstance(part, int) for part in prompts))
+    return [prompts] if one else list(prompts)
 
 
 __all__ = ["LLM", "Completion", "Generation", "GenerationError", "SamplingParams"]

@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -74,11 +74,15 @@ class EngineThread:
         return sum(stream.num_unfinished for stream in self._streams.values())
 
     async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
-    ) -> AsyncIterator[list[RequestOutput]]:
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, deadline: float
+    ) -> AsyncGenerator[list[RequestOutput], None]:
         """Outputs of one request, those of one step together. Leaving the iteration early aborts the request.
 
+        Args:
+            deadline: on the event loop's clock.
+
         Raises:
+            TimeoutError: if the deadline passes first.
             ValueError: if the engine refuses the request.
             EngineDeadError: if the engine stopped.
         """
@@ -89,7 +93,8 @@ class EngineThread:
         self._commands.put(lambda: self._add(request_id, list(prompt_token_ids), params))
         try:
             while stream.num_unread > 0:
-                outputs = await stream.outputs.get()
+                async with asyncio.timeout_at(deadline):
+                    outputs = await stream.outputs.get()
                 if isinstance(outputs, Exception):
                     stream.num_unfinished = 0
                     raise outputs
@@ -111,9 +116,13 @@ class EngineThread:
         assert self._loop is not None
         future: asyncio.Future[EngineStats] = self._loop.create_future()
 
+        def resolve(stats: EngineStats) -> None:
+            if not future.done():
+                future.set_result(stats)
+
         def snapshot() -> None:
             stats = self.engine.stats()
-            self._to_loop(lambda: future.done() or future.set_result(stats))
+            self._to_loop(lambda: resolve(stats))
 
         self._commands.put(snapshot)
         while True:  # the engine may die before it comes to the command

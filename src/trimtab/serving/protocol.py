@@ -39,6 +39,22 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
+SAMPLING_FIELDS = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "seed",
+)
+
 
 class Body(BaseModel):
     """A JSON object without unknown fields."""
@@ -122,9 +138,7 @@ class GenerationRequest(Body):
         Raises:
             ValueError: if the fields contradict each other, naming them.
         """
-        names = ("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty")
-        names += ("frequency_penalty", "logit_bias", "stop_token_ids", "ignore_eos", "min_tokens", "seed")
-        sent = {name: value for name in names if (value := getattr(self, name)) is not None}
+        sent = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         if self.stop is not None:
             sent["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
         limit = self.length_limit
