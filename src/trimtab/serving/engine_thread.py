@@ -76,7 +76,9 @@ class EngineThread:
     async def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, deadline: float
     ) -> AsyncGenerator[list[RequestOutput], None]:
-        """Outputs of one request, those of one step together. Leaving the iteration early aborts the request.
+        """Outputs of one request, those of one step together; an empty list comes first, when the engine has accepted it.
+
+        Leaving the iteration early aborts the request.
 
         Args:
             deadline: on the event loop's clock.
@@ -177,8 +179,10 @@ class EngineThread:
         try:
             self.engine.add_request(request_id, prompt_token_ids, params)
         except ValueError as refusal:
-            error = refusal
-            self._to_loop(lambda: self._refuse(request_id, error))
+            answer: Exception | list[RequestOutput] = refusal
+        else:
+            answer = []
+        self._to_loop(lambda: self._answer(request_id, answer))
 
     def _request_stop(self) -> None:
         self._stopping = True
@@ -201,9 +205,9 @@ class EngineThread:
                 stream.num_unfinished -= sum(output.finished for output in own)
                 stream.outputs.put_nowait(own)
 
-    def _refuse(self, request_id: str, error: Exception) -> None:
+    def _answer(self, request_id: str, answer: list[RequestOutput] | Exception) -> None:
         if (stream := self._streams.get(request_id)) is not None:
-            stream.outputs.put_nowait(error)
+            stream.outputs.put_nowait(answer)
 
     def _die(self) -> None:
         for stream in self._streams.values():

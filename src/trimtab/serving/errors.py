@@ -48,7 +48,10 @@ class APIError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        message = self.message.encode(
+            "utf-8", "replace"
+        ).decode()  # a lone surrogate that was sent can not be sent back
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
@@ -66,6 +69,8 @@ def from_validation(errors: Iterable[Any]) -> APIError:
     first = next(iter(errors))
     location = [str(part) for part in first["loc"] if part != "body"]
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "refused_field":
+        return APIError(400, message, first["ctx"]["param"])
     if first["type"] == "json_invalid":
         return APIError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', message)}")
     if first["type"] == "missing" and not location:

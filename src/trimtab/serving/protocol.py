@@ -80,7 +80,11 @@ class Body(BaseModel):
 
 
 def _complaint(name: str, message: str) -> PydanticCustomError:
-    return PydanticCustomError("refused_field", "{param}: {reason}", {"param": str(name)[:100], "reason": message})
+    return PydanticCustomError("refused_field", "{param}: {reason}", {"param": _printable(name), "reason": message})
+
+
+def _printable(name: object) -> str:
+    return str(name)[:100].encode("ascii", "backslashreplace").decode()
 
 
 class StreamOptions(Body):
