@@ -76,7 +76,7 @@ class EngineThread:
     async def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, deadline: float
     ) -> AsyncGenerator[list[RequestOutput], None]:
-        """Outputs of one request, those of one step together; an empty list comes first, when the engine has accepted it.
+        """Outputs of one request, those of one step together; first an empty list, when the engine has accepted it.
 
         Leaving the iteration early aborts the request.
 

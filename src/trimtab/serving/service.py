@@ -8,7 +8,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -51,6 +51,11 @@ class Job:
     started: float = field(default_factory=time.monotonic)
     completions: dict[int, Completion] = field(default_factory=dict)
 
+    async def close(self) -> None:
+        """Abort what still runs."""
+        for source in self.sources:
+            await source.aclose()
+
     def usage(self) -> dict[str, Any]:
         firsts = [done for index, done in self.completions.items() if index % self.params.n == 0]
         return usage_fields(
@@ -84,8 +89,11 @@ class Service:
         """
         job = await self._start(body, request_id)
         if body.stream:
-            return EventStream(self._events(job))
-        whole = await until_disconnect(receive, self._whole(job))
+            return EventStream(self._events(job), job.close)
+        try:
+            whole = await until_disconnect(receive, self._whole(job))
+        finally:
+            await job.close()
         return Response(status_code=499) if whole is None else JSONResponse(whole)
 
     async def _start(self, body: GenerationRequest, request_id: str) -> Job:
@@ -257,13 +265,16 @@ class Service:
 class EventStream(Response):
     """Server-sent events; when the client goes away the source is closed, and with it the work behind it."""
 
-    def __init__(self, source: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, source: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
-        self._source = source
+        self._source, self._close = source, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_disconnect(receive, self._send_all(send))
+        try:
+            await until_disconnect(receive, self._send_all(send))
+        finally:
+            await self._close()
 
     async def _send_all(self, send: Send) -> bool:
         async with aclosing(self._source) as source:
