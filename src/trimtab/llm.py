@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from trimtab.engine.config import EngineConfig
 from trimtab.engine.engine import Engine
@@ -79,7 +79,17 @@ class LLM:
     def __init__(self, model: str, *, progress: Callable[[str, float], None] | None = None, **options: Any) -> None:
         if "speculative_config" not in options:
             options["speculative_config"] = default_speculation(model)
-        self.engine = Engine(EngineConfig(model=model, **options), progress=progress)
+        self._start(EngineConfig.model_validate({"model": model, **options}), progress)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, progress: Callable[[str, float], None] | None = None) -> Self:
+        """The same from settings that are complete."""
+        llm = cls.__new__(cls)
+        llm._start(config, progress)
+        return llm
+
+    def _start(self, config: EngineConfig, progress: Callable[[str, float], None] | None) -> None:
+        self.engine = Engine(config, progress=progress)
         self._num_requests = 0
 
     @property
@@ -114,7 +124,7 @@ class LLM:
         """The assistant's next turn in each conversation, a list of ``{"role": ..., "content": ...}``."""
         single = bool(conversations) and isinstance(conversations[0], Mapping)
         several: Sequence[Any] = [conversations] if single else conversations
-        return self._run([(None, chat_token_ids(self.tokenizer, each)) for each in several], params, show_progress)
+        return self._run([(None, self.template(each)) for each in several], params, show_progress)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Outputs of one prompt step by step; stopping early aborts it."""
@@ -136,6 +146,10 @@ class LLM:
     def default_params(self, **changes: Any) -> SamplingParams:
         """What the model's generation_config.json asks for, and no limit but the context; with changes."""
         return SamplingParams(**{"max_tokens": None, **default_sampling(self.engine), **changes})
+
+    def template(self, messages: Conversation) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's next turn."""
+        return chat_token_ids(self.tokenizer, messages)
 
     def close(self) -> None:
         """Save what was learned while serving."""
@@ -226,7 +240,7 @@ def chat_token_ids(tokenizer: Any, messages: Conversation, **options: Any) -> li
         encoded = tokenizer.apply_chat_template(
             list(messages), **{"add_generation_prompt": True, **options}, tokenize=True, return_dict=True
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError, KeyError) as error:
         raise ValueError(f"the model's chat template refuses these messages: {error}") from error
     return list(encoded["input_ids"])
 

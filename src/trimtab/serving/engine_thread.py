@@ -43,7 +43,7 @@ class EngineThread:
         error: what ended the engine, if it died.
     """
 
-    def __init__(self, engine: Engine, on_death: Callable[[], None] | None = None) -> None:
+    def __init__(self, engine: Engine, on_death: Callable[[], object] | None = None) -> None:
         self.engine = engine
         self.error: BaseException | None = None
         self._on_death = on_death
