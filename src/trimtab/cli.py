@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trimtab.engine.request import RequestMetrics
     from trimtab.llm import LLM
 
+M = TypeVar("M", bound=BaseModel)
 SPECULATIVE = "--speculative-config"
 MORE_COMMANDS = ("trimtab.training.cli", "trimtab.evaluation.cli")
 
@@ -60,8 +61,8 @@ class Parser(argparse.ArgumentParser):
     """One clear line per mistake, and no abbreviations: a flag means what it says."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(*args, **kwargs, allow_abbrev=False)
+        settings = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False} | kwargs
+        super().__init__(*args, **settings)
 
     def error(self, message: str) -> NoReturn:
         invalid = message.partition("invalid choice: ")[2].partition(" ")[0].strip("'")
@@ -97,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     parser = Parser(prog="trimtab", description="Adaptive speculative decoding.", epilog=OVERVIEW)
     parser.add_argument("--version", action="version", version=f"trimtab {__version__}")
-    parser.set_defaults(run=lambda _args: parser.print_help() or 0, parser=parser)
+    parser.set_defaults(run=run_help, parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
 
     serve = commands.add_parser("serve", help="start an OpenAI-compatible server", epilog=SERVE_EXAMPLES)
@@ -233,10 +234,10 @@ def _default_speculation(model: str) -> dict[str, Any]:
     from trimtab.llm import default_speculation
 
     chosen = default_speculation(model)
-    return {} if chosen is None else chosen.model_dump(exclude_unset=True)  # type: ignore[no-any-return]
+    return {} if chosen is None else chosen.model_dump(exclude_unset=True)
 
 
-def validated(model: Any, values: dict[str, Any]) -> Any:
+def validated(model: type[M], values: dict[str, Any]) -> M:
     """Settings of a config class.
 
     Raises:
@@ -291,6 +292,12 @@ def _load(config: EngineConfig) -> LLM:
             return LLM.from_config(config, progress)
         except ValueError as error:
             raise UsageError(str(error)) from error
+
+
+def run_help(args: argparse.Namespace) -> int:
+    """``trimtab`` alone."""
+    args.parser.print_help()
+    return 0
 
 
 def run_serve(args: argparse.Namespace) -> int:

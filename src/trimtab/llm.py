@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -126,7 +126,7 @@ class LLM:
         several: Sequence[Any] = [conversations] if single else conversations
         return self._run([(None, self.template(each)) for each in several], params, show_progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
         """Outputs of one prompt step by step; stopping early aborts it."""
         request_id = self._next_id()
         _, tokens = self._as_tokens(prompt)
