@@ -45,7 +45,10 @@ class DraftModelDrafter:
         """Read what was committed and the newest token after it, then draft from there."""
         drafting = batch.drafting
         depth = min(sampler.depth, self.num_positions) if drafting else 0
-        token_ids, lengths, last_rows, row = [], [], [], 0
+        token_ids: list[Tensor] = []
+        lengths: list[int] = []
+        last_rows: list[int] = []
+        row = 0
         for index, count in enumerate(batch.num_new):
             token_ids.append(batch.token_ids[row : row + count])
             if depth and batch.max_drafts[index] > 0:  # only then is there a token that the target has not read

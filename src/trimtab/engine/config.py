@@ -44,6 +44,7 @@ class SpeculativeConfig(StrictModel):
     confidence: str | None = Field(
         None, description="confidence source; default: head if the drafter has one, else estimator"
     )
+    confidence_features: tuple[str, ...] | None = Field(None, description="what the estimator reads of each draft")
     planner: str | None = Field(None, description="planner; default: the policy's default")
     exploration: float = Field(0.02, ge=0, le=1, description="share of requests verified untrimmed")
     max_verified_tokens: int | None = Field(None, ge=0, description="cap on admitted draft slots per step")

@@ -173,7 +173,8 @@ class Engine:
     def _forward(self, schedule: Schedule) -> tuple[Tensor, Tensor | None]:
         """One pass over all scheduled tokens: logits of the rows to verify, features of every row."""
         token_ids: list[int] = []
-        query_lens, context_lens, tables, logit_rows = [], [], [], []
+        logit_rows: list[int] = []
+        query_lens, context_lens, tables = [], [], []
         for scheduled in schedule.requests:
             request, start = scheduled.request, scheduled.request.num_computed
             token_ids += request.tokens[start : start + scheduled.num_tokens]
@@ -293,6 +294,7 @@ class Engine:
             accepted = [
                 result.num_accepted if result is not None and result.error is None else None for result in verified
             ]
+            self.counters.budget_histogram[sum(scheduled.num_drafts for scheduled in schedule.requests)] += 1
             self.speculation.observe(accepted, 1e3 * (time.perf_counter() - start))
 
     def _draft(self, schedule: Schedule) -> None:

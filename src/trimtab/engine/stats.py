@@ -19,6 +19,7 @@ class PolicyStats:
         cost_points: ``(tokens, milliseconds)`` of the current cost curve.
         cost_relative_error: mean of |predicted - measured| / measured of recent steps.
         mean_survival: ``[K]`` mean predicted survival of recent drafts.
+        num_untrimmed: drafts verified in full for exploration.
     """
 
     confidence: str | None = None
@@ -32,6 +33,7 @@ class PolicyStats:
     cost_points: tuple[tuple[int, float], ...] = ()
     cost_relative_error: float | None = None
     mean_survival: tuple[float, ...] = ()
+    num_untrimmed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,6 @@ class EngineStats:
         budget_histogram: how many steps verified so many slots in total.
         fallbacks_by_reason: steps without drafts because the drafter failed.
         phase_seconds: time spent in each of the five calls of a step.
-        num_untrimmed: drafts verified in full for exploration.
     """
 
     num_running: int
@@ -61,7 +62,6 @@ class EngineStats:
     num_drafted: int
     num_verified: int
     num_accepted: int
-    num_untrimmed: int
     drafted_by_position: tuple[int, ...]
     verified_by_position: tuple[int, ...]
     accepted_by_position: tuple[int, ...]
@@ -97,7 +97,6 @@ class Counters:
     num_drafted: int = 0
     num_verified: int = 0
     num_accepted: int = 0
-    num_untrimmed: int = 0
     budget_histogram: Counter[int] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
@@ -146,7 +145,6 @@ class Counters:
             num_drafted=self.num_drafted,
             num_verified=self.num_verified,
             num_accepted=self.num_accepted,
-            num_untrimmed=self.num_untrimmed,
             drafted_by_position=tuple(self.drafted_by_position),
             verified_by_position=tuple(self.verified_by_position),
             accepted_by_position=tuple(self.accepted_by_position),
