@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.drafters import layouts
-from tests.drafters.layouts import H, L, V, layer_shapes, weights
+from tests.drafters.layouts import EPS, H, L, V, layer_shapes, weights
 from tests.drafters.reference import Target, draft_logits
 from tests.drafters.test_forward import Conversation, Scripted, assert_agree, settings
 from tests.tiny import save_tiny_model
@@ -156,7 +156,7 @@ def add_to_target(directory: str, tensors: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("published", list(PUBLISHED))
 def test_mtp_modules_of_a_target_draft_what_the_reference_does(published: str, tmp_path: Path) -> None:
-    directory = save_tiny_model(tmp_path / "target", num_hidden_layers=L, tie_word_embeddings=False)
+    directory = save_tiny_model(tmp_path / "target", num_hidden_layers=L, tie_word_embeddings=False, rms_norm_eps=EPS)
     theirs, reference = mtp_tensors(published)
     add_to_target(directory, theirs)
     target = ModelExecutor(load_model(directory, "float32"), num_blocks=12, block_size=8)
@@ -180,7 +180,7 @@ def test_mtp_modules_of_a_target_draft_what_the_reference_does(published: str, t
 
 
 def test_several_mtp_modules_take_turns(tmp_path: Path) -> None:
-    directory = save_tiny_model(tmp_path / "target", num_hidden_layers=L, tie_word_embeddings=False)
+    directory = save_tiny_model(tmp_path / "target", num_hidden_layers=L, tie_word_embeddings=False, rms_norm_eps=EPS)
     first, _ = mtp_tensors("deepseek", 3)
     second, _ = mtp_tensors("deepseek", 4)
     add_to_target(directory, first | {name.replace(f".{L}.", f".{L + 1}."): t for name, t in second.items()})

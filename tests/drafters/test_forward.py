@@ -22,7 +22,9 @@ TABLES = [[3, 0, 5, 1, 9], [2, 8, 4, 6, 7]]  # blocks of 8, in no order
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> ModelExecutor:
-    directory = save_tiny_model(tmp_path_factory.mktemp("target"), num_hidden_layers=6, tie_word_embeddings=False)
+    directory = save_tiny_model(
+        tmp_path_factory.mktemp("target"), num_hidden_layers=6, tie_word_embeddings=False, rms_norm_eps=1e-5
+    )
     return ModelExecutor(load_model(directory, "float32"), num_blocks=12, block_size=8)
 
 

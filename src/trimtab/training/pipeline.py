@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from trimtab.training.trainer import Trainer, TrainOptions, save_state
 RESPONSES, FEATURES, STATE = "responses.jsonl", "features", "training.pt"
 BLOCK_KINDS = ("dflash", "dspark")
 LAST_STATE_KINDS = ("mtp", "eagle")
-# Prompts that only evaluation may see start with "eval"; everything else in the file is trained on.
 Report = Callable[[str], None]
 
 
@@ -85,7 +84,7 @@ def train(recipe: Recipe, options: TrainOptions, report: Report) -> Path:
     trainer, draft_ids = prepare(recipe, options, executor, reader, prompts, report)
 
     def save() -> None:
-        save_state(trainer, recipe.out / STATE, {"draft_ids": draft_ids, "shape": trainer.network.shape})
+        save_state(trainer, recipe.out / STATE, {"draft_ids": draft_ids, "shape": asdict(trainer.network.shape)})
 
     trainer.run(save, report)
     publish(recipe, trainer, loaded, draft_ids)
@@ -176,7 +175,7 @@ def prepare(
     source = load_model(recipe.target, "float32").model if executor.loaded.dtype != "float32" else executor.loaded.model
     config = source.config
     if state is not None:
-        draft_ids, shape = state["draft_ids"], state["shape"]
+        draft_ids, shape = state["draft_ids"], DraftShape(**state["shape"])
         if shape.kind != recipe.kind:
             raise ValueError(f'{path} is a "{shape.kind}" drafter, not "{recipe.kind}"; use another output directory')
     else:
