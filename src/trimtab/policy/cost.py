@@ -87,12 +87,13 @@ class CostCurve:
         knots = np.floor(self.tokens) if self.staircase else np.append(np.floor(self.tokens), np.ceil(self.tokens))
         inner = knots[(knots > start) & (knots < stop)]
         counts = np.unique(np.concatenate(([start], inner, [stop])))
-        hull: list[tuple[float, float]] = []
-        for point in zip(counts.tolist(), self(counts).tolist(), strict=True):
-            while len(hull) > 1 and _above(hull[-2], hull[-1], point):
-                hull.pop()
-            hull.append(point)
-        return CostCurve([point[0] for point in hull], [point[1] for point in hull])
+        ms = self(counts)
+        while True:  # a point on or above the line between its neighbours is no corner of the minorant
+            slopes = np.diff(ms) / np.diff(counts)
+            keep = np.concatenate(([True], slopes[1:] > slopes[:-1] * (1 + 1e-12), [True]))[: len(counts)]
+            if keep.all():
+                return CostCurve(counts, ms)
+            counts, ms = counts[keep], ms[keep]
 
     def _last_slope(self) -> float:
         """Slope past the last point; a staircase takes that of its upper half, whose steps are the least coarse."""
@@ -100,11 +101,6 @@ class CostCurve:
             return 0.0
         first = len(self.tokens) // 2 - 1 if self.staircase else -2
         return float((self.ms[-1] - self.ms[first]) / (self.tokens[-1] - self.tokens[first]))
-
-
-def _above(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
-    rise_to_middle = (middle[1] - first[1]) * (last[0] - first[0])
-    return rise_to_middle >= (last[1] - first[1]) * (middle[0] - first[0])
 
 
 def isotonic(values: ArrayLike, weights: ArrayLike | None = None) -> Array:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.policy.cost import CostCurve
-from trimtab.policy.planner import Array, Counts, PlannerHistory
+from trimtab.policy.reveal import Array, Counts, PlannerHistory
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,131 +13,52 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.policy.cost import CostCurve
+from trimtab.policy.reveal import (
+    Array,
+    Counts,
+    PlanInput,
+    PlannerHistory,
+    Reveal,
+    VerificationPlan,
+    admit,
+    best_budget,
+    cap_counts,
+    fill_bucket,
+    reveal,
+    update_history,
+)
 
-Array = NDArray[np.float64]
-Counts = NDArray[np.int64]
+__all__ = [
+    "BUILTIN_PLANNERS",
+    "DEFAULT_PLANNER",
+    "ConvexFillPlanner",
+    "EarlyStopPlanner",
+    "FixedPlanner",
+    "LookaheadPlanner",
+    "PlanInput",
+    "Planner",
+    "PlannerHistory",
+    "PricePlanner",
+    "StalePlanner",
+    "VerificationPlan",
+    "make_planner",
+    "planner_names",
+    "reveal",
+    "update_history",
+]
 
 ENTRY_POINT_GROUP = "trimtab.planners"
-_PRIOR_CONTINUATION = 0.7
-_PROFILE_DECAY = 0.98
-_RATE_DECAY = 0.98
-_RECENT_ROWS = 64
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlannerHistory:
-    """What planners may know of earlier steps. Never changed; :func:`update_history` makes the next one."""
-
-    num_steps: int
-    recent: Array  # [M, K] survival of recent drafts, newest first, NaN past what was drafted; the last step's whole
-    num_last: int  # rows of them that are of the last step
-    survivors: Array  # [K] decayed sums of survival at each position
-    at_risk: Array  # [K] decayed sums of survival just before it
-    tokens: float  # decayed sum of expected tokens
-    reference: float  # decayed sum of what reference_rate() promised in the same time
-
-    @classmethod
-    def start(cls, num_positions: int) -> PlannerHistory:
-        """No history: every position continues with probability 0.7 until seen otherwise."""
-        ones = np.ones(num_positions)
-        return cls(0, np.zeros((0, num_positions)), 0, _PRIOR_CONTINUATION * ones, ones, 0.0, 0.0)
-
-    @property
-    def continuation(self) -> Array:
-        """``[K]`` mean chance to survive each position, given survival up to it."""
-        return np.asarray(self.survivors / self.at_risk)
-
-    def recent_filled(self) -> Array:
-        """``[M, K]`` recent survival, carried on by the mean continuation past what was drafted; M is at least 1."""
-        mean = self.continuation
-        if not len(self.recent):
-            return np.asarray(mean.cumprod()[None])
-        missing = np.isnan(self.recent)
-        ratios = np.where(missing, mean, 1.0).cumprod(axis=1)
-        return np.asarray(np.fmin.accumulate(self.recent, axis=1) * ratios)
-
-    def reference_rate(self, num_requests: int, base_tokens: int, cost: CostCurve) -> float:
-        """Tokens per millisecond if every request had the mean survival and the best common depth were verified."""
-        depths = np.arange(len(self.survivors) + 1)
-        expected = np.concatenate(([1.0], 1.0 + np.cumsum(np.cumprod(self.continuation))))
-        return float((num_requests * expected / cost(base_tokens + num_requests * depths)).max())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlanInput:
-    """All that a planner sees of the coming step: R decoding requests, K draft positions.
-
-    Arrays are converted and checked once, here. ``base_tokens`` counts the tokens that the step has anyway: one per
-    decoding request, and those of prefill. ``forced`` requests are verified untrimmed (exploration), chosen
-    without a look at drafted tokens. ``committed`` slots are verified whatever their survival (a drafter that looked at
-    them while it drafted, see RevealDepth); after construction it covers the forced ones too.
-    """
-
-    survival: Array  # [R, K] in [0, 1], non-increasing along a request
-    num_drafted: Counts  # [R]
-    base_tokens: int
-    cost: CostCurve  # over all tokens of the step
-    history: PlannerHistory
-    max_verified_tokens: int | None = None  # cap on admitted slots in all
-    forced: NDArray[np.bool_] | None = None  # [R]
-    committed: Counts | None = None  # [R]
-
-    def __post_init__(self) -> None:
-        """Refuse what no drafter or confidence source can mean."""
-        survival = np.asarray(self.survival, dtype=np.float64)
-        drafted = np.asarray(self.num_drafted)
-        if survival.ndim != 2 or drafted.shape != survival.shape[:1]:
-            raise ValueError(
-                f"need survival [R, K] and num_drafted [R], got {list(survival.shape)} and {list(drafted.shape)}"
-            )
-        num_requests, num_positions = survival.shape
-        if drafted.size and (drafted.dtype.kind not in "iu" or drafted.min() < 0 or drafted.max() > num_positions):
-            raise ValueError(f"num_drafted must be whole numbers in [0, {num_positions}], got {drafted.tolist()}")
-        if not ((survival >= 0) & (survival <= 1)).all():
-            raise ValueError(f"survival must lie in [0, 1], got {survival[~((survival >= 0) & (survival <= 1))][0]}")
-        if (survival[:, 1:] > survival[:, :-1]).any():
-            raise ValueError("survival must not increase along a request; make it with survival_probs()")
-        forced = np.zeros(num_requests, dtype=bool) if self.forced is None else np.asarray(self.forced)
-        if forced.dtype != np.bool_ or forced.shape != (num_requests,):
-            raise ValueError(f"forced must be bool [R], got {forced.dtype} {list(forced.shape)}")
-        committed = np.zeros(num_requests, dtype=np.int64) if self.committed is None else np.asarray(self.committed)
-        if committed.shape != (num_requests,) or (committed < 0).any() or (committed > drafted).any():
-            raise ValueError(f"committed must be [R] in [0, num_drafted], got {committed.tolist()}")
-        committed = np.where(forced, drafted, committed).astype(np.int64)
-        if self.base_tokens < num_requests:
-            raise ValueError(f"base_tokens {self.base_tokens} is less than one per request ({num_requests})")
-        if self.max_verified_tokens is not None and self.max_verified_tokens < 0:
-            raise ValueError(f"max_verified_tokens must not be negative, got {self.max_verified_tokens}")
-        if self.history.survivors.shape != (num_positions,):
-            raise ValueError(f"history is of K = {len(self.history.survivors)}, survival of K = {num_positions}")
-        object.__setattr__(self, "survival", survival)
-        object.__setattr__(self, "num_drafted", drafted.astype(np.int64))
-        object.__setattr__(self, "forced", forced)
-        object.__setattr__(self, "committed", committed)
-
-    @property
-    def floor(self) -> Counts:
-        """``[R]`` slots that are verified whatever their survival, up to the cap by (position, request)."""
-        assert self.committed is not None
-        return _capped(self.committed, self.max_verified_tokens, self.survival.shape[1])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class VerificationPlan:
-    """How many slots of each request go to the target, and what is expected of the step."""
-
-    num_verified: Counts  # [R]
-    budget: int  # their sum
-    expected_tokens: float  # one per request, and the survival of every admitted slot
-    expected_ms: float
+_MANY_BUCKETS = 8
+_CAUTION = 4.0  # the finer the buckets, the nearer to the right place a convex stop is
+_SCENARIO_ROWS = 64
+_GOLDEN = 0.6180339887498949
 
 
 @runtime_checkable
@@ -152,75 +73,6 @@ class Planner(Protocol):
     def plan(self, inputs: PlanInput) -> VerificationPlan:
         """Admitted counts ``[R]``, each at most the drafted count; may look at history and revealed slots only."""
         ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Reveal:
-    """The slots in reveal order, after the committed ones. ``n`` always counts slots admitted beyond those.
-
-    ``limit`` and ``ms`` know how much was drafted, but not which of it has survival 0: that would be a look ahead.
-    """
-
-    slots: NDArray[np.int64]  # [N] position * R + request, only those with survival above 0
-    tokens: Array  # [N + 1] expected tokens after n slots
-    ms: Array  # [limit + 1] cost after n slots
-    limit: int  # slots that may be admitted at most
-    floor: Counts  # [R] committed slots
-
-    @property
-    def gains(self) -> Array:
-        """``[N]`` survival of each slot, non-increasing."""
-        return np.diff(self.tokens)
-
-
-def _capped(counts: Counts, cap: int | None, num_positions: int) -> Counts:
-    """``counts`` cut to ``cap`` in all, deep positions first."""
-    if cap is None or counts.sum() <= cap:
-        return counts
-    slots = np.flatnonzero((np.arange(num_positions)[:, None] < counts).ravel())[:cap]
-    return np.bincount(slots % len(counts), minlength=len(counts))
-
-
-def reveal(inputs: PlanInput) -> Reveal:
-    """Put the slots of a step into the one order in which planners may look at them."""
-    survival, drafted, floor = inputs.survival, inputs.num_drafted, inputs.floor
-    num_requests, num_positions = survival.shape
-    positions = np.arange(num_positions)[:, None]  # slots are [K, R], so that a stable sort breaks ties as promised
-    left = (positions >= floor) & (positions < drafted)
-    num_floor = int(floor.sum())
-    limit = int(drafted.sum())
-    if inputs.max_verified_tokens is not None:
-        limit = min(limit, inputs.max_verified_tokens)
-    limit -= num_floor
-    scores = np.where(left, survival.T, 0.0).ravel()
-    slots = np.argsort(-scores, kind="stable")[: min(limit, int(np.count_nonzero(scores)))]
-    start = num_requests + float(survival.T[positions < floor].sum()) if num_floor else num_requests
-    tokens = start + np.concatenate(([0.0], np.cumsum(scores[slots])))
-    ms = inputs.cost(inputs.base_tokens + num_floor + np.arange(limit + 1))
-    return Reveal(slots, tokens, ms, limit, floor)
-
-
-def admit(order: Reveal, num_admitted: int) -> VerificationPlan:
-    """The plan that admits the first ``num_admitted`` slots of the reveal order, and the committed ones."""
-    num_requests = len(order.floor)
-    admitted = order.slots[:num_admitted]
-    counts = order.floor
-    if num_requests:
-        counts = counts + np.bincount(admitted % num_requests, minlength=num_requests)
-    num = len(admitted)
-    return VerificationPlan(counts, int(counts.sum()), float(order.tokens[num]), float(order.ms[num]))
-
-
-def best_budget(tokens: Array, ms: Array) -> int:
-    """The n that maximises tokens / ms, the least one among equals. On *live* tokens this anticipates."""
-    size = min(len(tokens), len(ms))
-    return int(np.argmax(tokens[:size] / ms[:size]))
-
-
-def fill_bucket(order: Reveal, num_admitted: int) -> int:
-    """The most slots that cost no more than ``num_admitted`` of them."""
-    paid = int(np.searchsorted(order.ms, order.ms[num_admitted], side="right")) - 1
-    return min(paid, len(order.slots))
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +91,7 @@ class FixedPlanner:
         """Counts; the cap on verified tokens cuts deep positions first."""
         survival, drafted = inputs.survival, inputs.num_drafted
         wanted = drafted if self.k is None else np.maximum(inputs.floor, np.minimum(drafted, self.k))
-        wanted = _capped(wanted, inputs.max_verified_tokens, survival.shape[1])
+        wanted = cap_counts(wanted, inputs.max_verified_tokens, survival.shape[1])
         positions = np.arange(survival.shape[1])
         budget = int(wanted.sum())
         tokens = len(wanted) + float(survival[positions < wanted[:, None]].sum())
@@ -306,12 +158,11 @@ class ConvexFillPlanner:
 class LookaheadPlanner:
     """At the end of each bucket of the cost, enter the next one if the tail predicted from history pays for it.
 
-    Between the ends of buckets slots are free. Many small buckets are crossed by the convex stop, which loses nothing
-    there, and only the last end is looked beyond.
+    Within a bucket slots are free. Where there are many buckets, a convex stop at a higher rate crosses the first ones,
+    whose slots pay in any case; that too stops for good and takes nothing back.
     """
 
     rate: str = "history"
-    max_edges: int = 16
     name: str = field(default="lookahead", init=False)
 
     def __post_init__(self) -> None:
@@ -322,27 +173,67 @@ class LookaheadPlanner:
         """Commit bucket by bucket."""
         order = reveal(inputs)
         rate = _rate(inputs, self.rate)
-        num_edges = int(np.count_nonzero(np.diff(order.ms)))
-        num = 0 if num_edges <= self.max_edges else _convex_stop(inputs, order, rate)
-        num = fill_bucket(order, num)
-        while num < min(order.limit, len(order.slots)) and _next_bucket_pays(inputs, order, num, rate):
+        num_buckets = int(np.count_nonzero(np.diff(order.ms)))
+        many = num_buckets > _MANY_BUCKETS
+        num = _convex_stop(inputs, order, rate, 1.0 + _CAUTION / num_buckets) if many else 0
+        while True:
+            num = fill_bucket(order, num + _first_stop(order.tokens[num:], order.ms[num:], rate))
+            if num == len(order.slots) or not _next_bucket_pays(inputs, order, num, rate):
+                return admit(order, num)
             num = fill_bucket(order, num + 1)
-        return admit(order, num)
 
 
 def _next_bucket_pays(inputs: PlanInput, order: Reveal, num: int, rate: float | None) -> bool:
     """Whether some number of further slots is expected to pay, given what ``num`` slots have revealed."""
+    worth = order.tokens[num] / order.ms[num] if rate is None else rate
+    price = worth * (order.ms[num + 1 :] - order.ms[num])
+    # The next slot is the best of all that are left, so that many like it are the most that can be gained.
+    next_gain = order.tokens[num + 1] - order.tokens[num]
+    if not (next_gain * np.arange(1, len(price) + 1) > price).any():
+        return False
     num_requests, num_positions = inputs.survival.shape
     reached = order.floor + np.bincount(order.slots[:num] % num_requests, minlength=num_requests)
-    positions = np.arange(num_positions)
-    left = (positions >= reached[:, None]) & (positions < inputs.num_drafted[:, None])
-    frontier = inputs.survival[np.arange(num_requests), np.minimum(reached, num_positions - 1)]
-    mean = np.cumprod(np.maximum(inputs.history.continuation, 1e-3))
-    tail = frontier[:, None] * (mean / mean[np.minimum(reached, num_positions - 1), None])
-    gains = np.cumsum(-np.sort(-tail[left]))[: order.limit - num]
-    ms = order.ms[num + 1 : num + 1 + len(gains)]
-    worth = order.tokens[num] / order.ms[num] if rate is None else rate
-    return bool((gains > worth * (ms - order.ms[num])).any())
+    next_position = np.minimum(reached, num_positions - 1)
+    frontier = inputs.survival[np.arange(num_requests), next_position]
+    left = np.arange(num_positions) < inputs.num_drafted[:, None]
+    left &= np.arange(num_positions) >= reached[:, None]
+    # The next slots of all requests are known and the least that can be gained.
+    known = -np.sort(-frontier[reached < inputs.num_drafted])[: len(price)]
+    if (np.cumsum(known) > price[: len(known)]).any():
+        return True
+    gains = _predicted_gains(inputs.history, frontier, next_position, left)[: len(price)]
+    return bool((gains > price[: len(gains)]).any())
+
+
+def _predicted_gains(history: PlannerHistory, frontier: Array, next_position: Counts, left: NDArray[np.bool_]) -> Array:
+    """Tokens expected from the best 1, 2, ... slots that are left.
+
+    What follows each request's next slot is taken from recent drafts whose survival at that position ranked near, so
+    that both the mean and the spread of tails count. With few requests this is averaged over several such scenarios,
+    which are assigned by a fixed low-discrepancy sequence, without noise.
+
+    Args:
+        history: recent drafts.
+        frontier: ``[R]`` survival of each request's next slot.
+        next_position: ``[R]`` its position.
+        left: ``[R, K]`` slots that were drafted and are not admitted.
+
+    Returns:
+        ``[R K]``.
+    """
+    requests = np.arange(len(frontier))
+    rows = history.recent_filled()
+    recent = rows[:: -(-len(rows) // _SCENARIO_ROWS)]  # [M, K]
+    by_rank = np.argsort(recent, axis=0)
+    rank = (recent[:, next_position] < frontier).sum(0)
+    window = -(-len(recent) // 4)
+    num_scenarios = -(-_SCENARIO_ROWS // len(frontier))
+    shift = ((np.arange(num_scenarios)[:, None] + 0.5) / num_scenarios + requests * _GOLDEN) % 1.0
+    place = np.clip(rank - window // 2, 0, len(recent) - window) + (shift * window).astype(np.int64)
+    tails = recent[by_rank[place, next_position]]  # [scenarios, R, K]
+    at_frontier = np.maximum(tails[:, requests, next_position], 1e-12)
+    slots = np.where(left, (frontier / at_frontier)[..., None] * tails, 0.0).reshape(num_scenarios, -1)
+    return np.asarray(np.cumsum(-np.sort(-slots, axis=1), axis=1).mean(0))
 
 
 def _check_rate(rate: str) -> None:
@@ -359,19 +250,19 @@ def _rate(inputs: PlanInput, kind: str) -> float | None:
     return reference * history.tokens / history.reference
 
 
-def _first_stop(tokens: Array, ms: Array, rate: float | None) -> int:
-    """The first n whose next slot does not pay: its gain is less than the time it takes, at ``rate``."""
+def _first_stop(tokens: Array, ms: Array, rate: float | None, caution: float = 1.0) -> int:
+    """The first n whose next slot does not pay: its gain is less than the time it takes, at ``caution * rate``."""
     num = len(tokens) - 1
     worth = tokens[:-1] / ms[:num] if rate is None else rate
-    stops = np.diff(tokens) <= worth * np.diff(ms[: num + 1])
+    stops = np.diff(tokens) <= caution * worth * np.diff(ms[: num + 1])
     first = int(np.argmax(stops)) if num else 0
     return first if num and stops[first] else num
 
 
-def _convex_stop(inputs: PlanInput, order: Reveal, rate: float | None) -> int:
+def _convex_stop(inputs: PlanInput, order: Reveal, rate: float | None, caution: float = 1.0) -> int:
     base = inputs.base_tokens + int(order.floor.sum())
     minorant = inputs.cost.convex_minorant(base, base + order.limit)
-    return _first_stop(order.tokens, minorant(base + np.arange(len(order.tokens))), rate)
+    return _first_stop(order.tokens, minorant(base + np.arange(len(order.tokens))), rate, caution)
 
 
 def _expected_tokens(inputs: PlanInput, order: Reveal) -> Array:
@@ -383,33 +274,6 @@ def _expected_tokens(inputs: PlanInput, order: Reveal) -> Array:
     share = num_requests / len(rows)
     wanted = np.arange(order.limit + 1) / max(share, 1e-9)
     return np.asarray(order.tokens[0] + share * np.interp(wanted, np.arange(len(totals)), totals))
-
-
-def update_history(history: PlannerHistory, inputs: PlanInput, plan: VerificationPlan) -> PlannerHistory:
-    """History after a step: what was drafted and planned, whatever was verified. Pure.
-
-    A step without drafts leaves no trace, so that a pause in drafting does not erase what was known.
-    """
-    drafted = inputs.num_drafted
-    if not drafted.any():
-        return history
-    seen = np.arange(inputs.survival.shape[1]) < drafted[:, None]
-    survival = np.where(seen, inputs.survival, 0.0)
-    before = np.concatenate((np.ones((len(drafted), 1)), survival[:, :-1]), axis=1)
-    rows = np.where(seen, survival, np.nan)[drafted > 0]
-    # Positions that nobody drafted keep their sums: depth must not forget what lies deeper.
-    decay = np.where(seen.any(0), _PROFILE_DECAY, 1.0)
-    reference = history.reference_rate(len(drafted), inputs.base_tokens, inputs.cost)
-    return replace(
-        history,
-        num_steps=history.num_steps + 1,
-        recent=np.concatenate((rows, history.recent[: max(_RECENT_ROWS - len(rows), 0)])),
-        num_last=len(rows),
-        survivors=decay * history.survivors + survival.sum(0) + (1 - decay) * _PRIOR_CONTINUATION,
-        at_risk=decay * history.at_risk + np.where(seen, before, 0.0).sum(0) + (1 - decay),
-        tokens=_RATE_DECAY * history.tokens + plan.expected_tokens,
-        reference=_RATE_DECAY * history.reference + reference * plan.expected_ms,
-    )
 
 
 BUILTIN_PLANNERS: dict[str, Callable[..., Planner]] = {
