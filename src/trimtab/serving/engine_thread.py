@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,15 @@ logger = logging.getLogger("trimtab.serving")
 STALL_SECONDS = 120.0  # a step of the slowest prefill takes well under this; longer means that the engine hangs
 
 
+MAX_FAILED_STEPS = 5  # in a row; more means that the failure is the engine's, not a request's
+
+
 class EngineDeadError(RuntimeError):
     """The engine stopped; nothing can be served any more."""
+
+
+class StepFailedError(RuntimeError):
+    """The step that a request was in failed; the engine goes on without it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +58,7 @@ class EngineThread:
         self._streams: dict[str, _Stream] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
+        self._num_failed_steps = 0
         self._last_sign_of_life = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="trimtab-engine", daemon=True)
 
@@ -66,7 +74,7 @@ class EngineThread:
     @property
     def stalled(self) -> bool:
         """Whether requests wait while no step has ended for `STALL_SECONDS`."""
-        return bool(self._streams) and time.monotonic() - self._last_sign_of_life > STALL_SECONDS
+        return self.num_sequences > 0 and time.monotonic() - self._last_sign_of_life > STALL_SECONDS
 
     @property
     def num_sequences(self) -> int:
@@ -86,10 +94,13 @@ class EngineThread:
         Raises:
             TimeoutError: if the deadline passes first.
             ValueError: if the engine refuses the request.
+            StepFailedError: if a step it was in failed.
             EngineDeadError: if the engine stopped.
         """
         if not self.alive:
             raise EngineDeadError("the engine is not running")
+        if self.num_sequences == 0:
+            self._last_sign_of_life = time.monotonic()  # it was idle, not stalled
         stream = _Stream(params.n, params.n)
         self._streams[request_id] = stream
         self._commands.put(lambda: self._add(request_id, list(prompt_token_ids), params))
@@ -143,6 +154,10 @@ class EngineThread:
             await asyncio.sleep(0.02)
         return True
 
+    def drop_all(self) -> None:
+        """End every request that still runs; for when the time to drain is over."""
+        self._end_streams(EngineDeadError("the server is shutting down"))
+
     async def stop(self, timeout: float = 30.0) -> None:
         """End the thread after the current step; what still runs is dropped and the engine saves its state."""
         self._commands.put(self._request_stop)
@@ -155,7 +170,7 @@ class EngineThread:
             while not self._stopping:
                 self._do_commands()
                 if not self._stopping and self.engine.has_unfinished:
-                    outputs = self.engine.step()
+                    outputs = self._step()
                     self._last_sign_of_life = time.monotonic()
                     if outputs:
                         self._to_loop(lambda outputs=outputs: self._deliver(outputs))  # type: ignore[misc]
@@ -164,6 +179,24 @@ class EngineThread:
             logger.critical("the engine stopped", exc_info=error)
             self.error = error
             self._to_loop(self._die)
+
+    def _step(self) -> list[RequestOutput]:
+        """One step; if it fails, the requests that took part in it end and the others go on."""
+        try:
+            outputs = self.engine.step()
+        except Exception:
+            self._num_failed_steps += 1
+            if self._num_failed_steps >= MAX_FAILED_STEPS:
+                raise
+            victims = {request.request_id for request in self.engine.scheduler.running}
+            logger.exception("a step failed; %d requests end with it", len(victims))
+            for request_id in victims:
+                self.engine.abort(request_id)
+            error = StepFailedError("generation failed; the server's log has the reason")
+            self._to_loop(lambda: self._end_streams(error, victims))
+            return []
+        self._num_failed_steps = 0
+        return outputs
 
     def _do_commands(self) -> None:
         """All waiting commands; when the engine is idle, waits for one."""
@@ -210,7 +243,11 @@ class EngineThread:
             stream.outputs.put_nowait(answer)
 
     def _die(self) -> None:
-        for stream in self._streams.values():
-            stream.outputs.put_nowait(EngineDeadError("the engine stopped"))
+        self._end_streams(EngineDeadError("the engine stopped"))
         if self._on_death is not None:
             self._on_death()
+
+    def _end_streams(self, error: Exception, request_ids: Iterable[str] | None = None) -> None:
+        """Let requests, by default all, end with an error."""
+        for request_id in list(self._streams if request_ids is None else request_ids):
+            self._answer(request_id, error)

@@ -76,6 +76,8 @@ def from_validation(errors: Iterable[Any]) -> APIError:
     if first["type"] == "missing" and not location:
         return APIError(400, "the body is empty; send a JSON object")
     if not location:
+        if first["type"].endswith(("_type", "_attributes_type")):
+            message = "the body must be a JSON object, sent with Content-Type: application/json"
         return APIError(400, message)
     return APIError(400, f"{'.'.join(location)}: {message}", location[0])
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from trimtab.engine.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -13,7 +13,33 @@ from trimtab.serving.errors import suggestion
 
 INT64 = 2**63
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]
+KeyedTokenId = Annotated[int, Field(ge=0, lt=INT64, strict=False)]  # JSON objects have texts as keys
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+def _one_of(message: str) -> WrapValidator:
+    """What to say when none of a union's forms fits, instead of one complaint per form."""
+
+    def validate(value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("no_form_fits", "{message}", {"message": message}) from None
+
+    return WrapValidator(validate)
+
+
+# One complaint about a list is enough: a hundred thousand of them would keep the event loop busy for seconds.
+Many = FailFast()
+TokenIds = Annotated[list[TokenId], Many]
+Prompts = Annotated[
+    str | TokenIds | Annotated[list[str], Many] | Annotated[list[TokenIds], Many],
+    _one_of("must be a string, a list of strings, a list of token ids, or a list of lists of token ids"),
+]
+Stop = Annotated[
+    StopString | Annotated[list[StopString], Field(max_length=64), Many],
+    _one_of("must be a string or a list of at most 64 strings, each of 1 to 1000 characters"),
+]
 
 # Fields of the OpenAI API that change the answer in ways we do not offer, with the value that asks for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -59,7 +85,7 @@ SAMPLING_FIELDS = (
 class Body(BaseModel):
     """A JSON object without unknown fields."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
     drops_refused: ClassVar[bool] = False
 
     @model_validator(mode="before")
@@ -108,8 +134,8 @@ class GenerationRequest(Body):
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
-    stop: StopString | Annotated[list[StopString], Field(max_length=64)] | None = None
+    logit_bias: dict[KeyedTokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
+    stop: Stop | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0, lt=INT64)
@@ -153,9 +179,7 @@ class GenerationRequest(Body):
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]] = Field(
-        description="text, token ids, or lists of them"
-    )
+    prompt: Prompts = Field(description="text, token ids, or lists of them")
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
@@ -191,7 +215,10 @@ class Message(Body):
     """One turn of a conversation, in text only."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Annotated[
+        str | Annotated[list[TextPart], Many],
+        _one_of('only text is supported: a string or a list of {"type": "text"} parts'),
+    ]
     name: str | None = None
 
     def as_template_input(self) -> dict[str, str]:

@@ -122,32 +122,33 @@ def usage_fields(num_prompt: int, num_completion: int, num_cached: int) -> dict[
     }
 
 
-def speculation_fields(metrics: RequestMetrics, detailed: bool) -> dict[str, Any]:
+def speculation_fields(metrics: RequestMetrics, num_positions: int, detailed: bool) -> dict[str, Any]:
     """``metrics.speculative_decoding`` as vLLM writes and AIPerf reads it.
 
     Draft tokens are those that were verified, so that rates mean what they mean where nothing is trimmed; how many were
-    drafted is added under a name of its own.
+    drafted is added under a name of its own. AIPerf wants numbers where nothing was drafted, and a histogram of exactly
+    ``num_positions + 1`` counts.
     """
     by_length: dict[int, dict[int, int]] = {}
     for (verified, accepted), count in metrics.accepted_by_verified.items():
         by_length.setdefault(verified, {})[accepted] = count
     steps, accepted, verified = metrics.num_spec_steps, metrics.num_accepted, metrics.num_verified
     fields: dict[str, Any] = {
-        "mean_acceptance_length": 1.0 + accepted / steps if steps else None,
-        "draft_acceptance_rate": accepted / verified if verified else None,
-        "acceptance_histogram": _dense(metrics.accepted_histogram),
+        "mean_acceptance_length": 1.0 + accepted / steps if steps else 1.0,
+        "draft_acceptance_rate": accepted / verified if verified else 0.0,
+        "acceptance_histogram": _dense(metrics.accepted_histogram, num_positions),
         "num_spec_steps": steps,
         "num_accepted_draft_tokens": accepted,
         "num_draft_tokens": verified,
-        "num_spec_tokens": max(by_length, default=0),
+        "num_spec_tokens": num_positions,
         "num_drafted_tokens": metrics.num_drafted,
     }
     if detailed:
         fields["acceptance_histogram_by_draft_length"] = {
-            str(length): _dense(row) for length, row in sorted(by_length.items())
+            str(length): _dense(row, length) for length, row in sorted(by_length.items())
         }
     return {"speculative_decoding": fields}
 
 
-def _dense(counts: Mapping[int, int]) -> list[int]:
-    return [counts.get(number, 0) for number in range(max(counts, default=-1) + 1)]
+def _dense(counts: Mapping[int, int], most: int) -> list[int]:
+    return [counts.get(number, 0) for number in range(most + 1)]

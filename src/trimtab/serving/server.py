@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -23,15 +24,21 @@ from trimtab.serving.service import Service
 
 logger = logging.getLogger("trimtab.serving")
 
+LAST_REPLIES = 5  # seconds in which replies of ended requests can be sent
 DEATH_GRACE = 1.0  # seconds in which open connections learn that the engine is dead, and probes see it
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with signals as people expect them: the first drains, the second stops at once."""
+    """uvicorn, with signals as people expect them: the first drains, the second stops at once.
+
+    While it drains it goes on listening, so that probes see that it is not ready and clients are told to go elsewhere.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service, announce: Callable[[str], None]) -> None:
         super().__init__(config)
         self._service, self._announce = service, announce
+        self._loop = asyncio.get_running_loop()
+        self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
         await super().startup(sockets)
@@ -49,9 +56,19 @@ class _Server(uvicorn.Server):
                 signal.signal(sig, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
+        if self._service.draining:
             os._exit(128 + sig)  # asked twice: the kernel frees what is left
-        self.should_exit = self._service.draining = True
+        self._service.draining = True
+        self._loop.call_soon_threadsafe(self._start_draining)
+
+    def _start_draining(self) -> None:
+        self._draining = self._loop.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        if not await self._service.engine.drain(self._service.config.drain_timeout):
+            logger.warning("requests still ran after %g s of draining; ending them", self._service.config.drain_timeout)
+            self._service.engine.drop_all()
+        self.should_exit = True
 
 
 def serve(engine: Engine, config: ServerConfig, announce: Callable[[str], None]) -> int:
@@ -79,13 +96,15 @@ async def _serve(engine: Engine, config: ServerConfig, announce: Callable[[str],
         access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=max(1, round(config.drain_timeout)),
+        timeout_graceful_shutdown=LAST_REPLIES,
     )
     server = _Server(options, service, announce)
 
     def stop() -> None:
         server.should_exit = True
 
+    gc.collect()
+    gc.freeze()  # a million objects of torch that live as long as the process: 3 s of a shutdown of 3.3 s
     thread.start()
     try:
         await server.serve()

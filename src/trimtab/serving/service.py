@@ -21,7 +21,7 @@ from trimtab.engine.request import RequestOutput
 from trimtab.engine.sampling_params import SamplingParams
 from trimtab.llm import Completion, chat_token_ids, default_sampling
 from trimtab.serving.config import ServerConfig
-from trimtab.serving.engine_thread import EngineDeadError, EngineThread
+from trimtab.serving.engine_thread import EngineDeadError, EngineThread, StepFailedError
 from trimtab.serving.errors import APIError
 from trimtab.serving.metrics import ServerMetrics
 from trimtab.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
@@ -79,7 +79,7 @@ class Service:
         self.max_num_seqs = engine.engine.config.max_num_seqs
         self.draining = False
         self._num_reserved = 0
-        self._tokenizing = ThreadPoolExecutor(1, "trimtab-tokenizer")
+        self._tokenizing = ThreadPoolExecutor(2, "trimtab-tokenizer")  # so that a long prompt does not hold up the rest
 
     async def serve(self, body: GenerationRequest, request_id: str, receive: Receive) -> Response:
         """The response to a request; it ends early, and with it the work, when the client goes away.
@@ -191,8 +191,10 @@ class Service:
                     yield numbered
         except TimeoutError as error:
             raise APIError(408, f"the request ran longer than {self.config.request_timeout:g} seconds") from error
+        except StepFailedError as error:
+            raise APIError(500, str(error)) from error
         except EngineDeadError as error:
-            raise APIError(503, "the engine stopped; try another server", retry_after=5) from error
+            raise APIError(503, f"{error}; try another server", retry_after=5) from error
         finally:
             for engine_id in job.engine_ids:
                 self.metrics.forget(engine_id, job.params.n)
@@ -244,7 +246,8 @@ class Service:
             level = "detailed"
         if level == "none" or len(job.completions) != 1:
             return {}
-        return {"metrics": speculation_fields(job.completions[0].metrics, level == "detailed")}
+        num_positions = self.engine.engine.scheduler.num_draft_positions
+        return {"metrics": speculation_fields(job.completions[0].metrics, num_positions, level == "detailed")}
 
     def _log(self, job: Job) -> None:
         if not self.config.enable_log_requests:
@@ -311,7 +314,9 @@ async def _accepted(sources: Sequence[Outputs]) -> None:
     for source in sources:
         await source.aclose()
     if isinstance(refusal, EngineDeadError):
-        raise APIError(503, "the engine stopped; try another server", retry_after=5)
+        raise APIError(503, f"{refusal}; try another server", retry_after=5)
+    if isinstance(refusal, StepFailedError):
+        raise APIError(500, str(refusal))
     if isinstance(refusal, TimeoutError):
         raise APIError(408, "the request waited too long")
     if isinstance(refusal, ValueError):
