@@ -417,4 +417,5 @@ def _fit_drafts(drafts: Sequence[tuple[int, int, float]]) -> tuple[RobustLinear 
     for _ in range(30):
         for row, time in zip(sizes, ms, strict=True):
             regression.observe(row * unit, time)
+    regression.forget_certainty()
     return regression, unit
