@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, WrapValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from trimtab.engine.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -30,7 +30,7 @@ def _one_of(message: str) -> WrapValidator:
 
 
 # One complaint about a list is enough: a hundred thousand of them would keep the event loop busy for seconds.
-Many = FailFast()
+Many = Field(fail_fast=True)
 TokenIds = Annotated[list[TokenId], Many]
 Prompts = Annotated[
     str | TokenIds | Annotated[list[str], Many] | Annotated[list[TokenIds], Many],
