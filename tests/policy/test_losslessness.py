@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -173,3 +174,10 @@ def test_the_property_check_refuses_planners_that_anticipate(planner):
 
     with pytest.raises(AssertionError, match="anticipates"):
         check_many()
+
+
+def test_the_planner_of_the_howto_is_exact():
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "planner.md").read_text()
+    code = "\n".join(block.split("```")[0] for block in page.split("```python\n")[1:])
+    assert "check_planner(FloorPlanner())" in code
+    exec(compile(code, "planner.md", "exec"), {"__name__": __name__})

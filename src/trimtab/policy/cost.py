@@ -289,7 +289,7 @@ class CostModel:
         error = self._regression.observe(terms, ms)
         place = np.interp(shape.all_tokens, self.knots, np.arange(len(self.knots)))
         near = np.maximum(1 - np.abs(np.arange(len(self.knots)) - place), 0.0)
-        self.knot_shift = 0.999 * self.knot_shift + 0.02 * near * error
+        self.knot_shift = self.knot_shift + near * (0.05 * error - 0.001 * self.knot_shift)
         self._base = self._corrected()
 
     def draft_ms(self, num_requests: int, num_steps: int) -> float:

@@ -58,6 +58,7 @@ ENTRY_POINT_GROUP = "trimtab.planners"
 _MANY_BUCKETS = 8
 _CAUTION = 4.0  # the finer the buckets, the nearer to the right place a convex stop is
 _SCENARIO_ROWS = 64
+_ROUNDING = 1e-6
 _GOLDEN = 0.6180339887498949
 
 
@@ -122,7 +123,7 @@ class PricePlanner:
         expected = _expected_tokens(inputs, order)
         budget = best_budget(expected, order.ms)
         price = expected[budget] - expected[budget - 1] if budget else 1.0
-        return admit(order, int(np.count_nonzero(order.gains >= price)))
+        return admit(order, int(np.count_nonzero(order.gains >= price * (1 - _ROUNDING))))
 
 
 @dataclass(frozen=True, slots=True)
