@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         with _ProgressReport(console) as report:
             train(recipe, options, report)
     except (ValueError, OSError) as error:
-        console.print(f"[red]error:[/red] {error}")
+        console.print(f"error: {error}", soft_wrap=True, markup=False, highlight=False)
         return 2
     console.print(f'drafter written to {args.out}; try it with --speculative-config \'{{"model": "{args.out}"}}\'')
     return 0

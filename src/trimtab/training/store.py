@@ -77,6 +77,7 @@ class StoreWriter:
                 f"{directory} was written as {read_layout(directory)}, not {layout}; use another directory"
             )
         meta.write_text(json.dumps(asdict(layout)))
+        _cut_unfinished_line(directory / SEQUENCES)
         done = read_samples(directory)
         self.ids = {sample.id for sample in done}
         self.num_rows = done[-1].first_row + done[-1].num_rows if done else 0
@@ -157,6 +158,12 @@ def read_samples(directory: Path) -> list[Sample]:
     lines = path.read_text().split("\n")
     complete: Sequence[str] = lines[:-1]  # what follows the last newline is an unfinished line
     return [Sample(**json.loads(line)) for line in complete if line]
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    if path.is_file():
+        content = path.read_bytes()
+        path.write_bytes(content[: content.rfind(b"\n") + 1])
 
 
 def _open_at(path: Path, size: int) -> Any:

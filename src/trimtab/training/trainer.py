@@ -162,9 +162,15 @@ class Trainer:
         self.history: list[dict[str, Any]] = []
 
     def held_out(self) -> tuple[list[Sample], list[Sample]]:
-        """Samples to train on and samples (every fortieth, at most 32) that are only evaluated."""
+        """Samples to train on and samples (every fortieth, at most 32; of little data every tenth) only to evaluate.
+
+        Raises:
+            ValueError: if there are too few answers to hold any out.
+        """
         samples = [sample for sample in self.reader.samples if sample.num_rows > sample.prompt_len + 8]
-        kept = {sample.id for sample in samples[::40][:32]}
+        if len(samples) < 10:
+            raise ValueError(f"only {len(samples)} answers are longer than 8 tokens; training needs 10 or more")
+        kept = {sample.id for sample in samples[:: 40 if len(samples) >= 400 else 10][:32]}
         return [s for s in samples if s.id not in kept], [s for s in samples if s.id in kept]
 
     def run(self, save: Callable[[], None], report: Callable[[str], None]) -> None:
@@ -292,6 +298,8 @@ class Trainer:
             agreements.append(agree.view(batch.valid.shape))
             if output.confidence is not None:
                 confidences.append(output.confidence)
+        if not overlaps and density < 1:
+            return self.judge(samples, 1.0)
         return torch.cat(overlaps), torch.cat(agreements), torch.cat(confidences) if confidences else None
 
     def _select(self, batch: AnchorBatch) -> AnchorBatch:
