@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from trimtab.engine.config import EngineConfig
+from trimtab.engine.config import EngineConfig, SpeculativeConfig
 from trimtab.engine.engine import Engine
 from trimtab.engine.request import FinishReason, RequestMetrics, RequestOutput, TokenLogprob
 from trimtab.engine.sampling_params import SamplingParams
@@ -205,14 +205,13 @@ class LLM:
                     raise GenerationError(completion.error or "the request failed")
 
 
-def default_speculation(model: str) -> Any:
-    """The speculative config of a model for which none was given."""
-    from trimtab.engine import config
+def default_speculation(model: str) -> SpeculativeConfig:
+    """The speculative config of a model for which none was given: its shipped drafter, else prompt lookup."""
+    from trimtab.drafters.checkpoint import SHIPPED
 
-    chosen = getattr(config, "default_speculation", None)
-    if chosen is not None:
-        return chosen(model)
-    return config.SpeculativeConfig.model_validate({"method": "ngram", "num_speculative_tokens": 4})
+    if (SHIPPED / f"dspark-{model}" / "config.json").is_file():
+        return SpeculativeConfig.model_validate({"method": "dspark"})
+    return SpeculativeConfig.model_validate({"method": "ngram", "num_speculative_tokens": 4})
 
 
 def default_sampling(engine: Engine) -> dict[str, Any]:

@@ -43,7 +43,13 @@ def create_app(service: Service, started: int) -> FastAPI:
     Args:
         started: Unix seconds, reported as the model's creation time.
     """
-    app = FastAPI(title="Trimtab", version=__version__, description="OpenAI-compatible API")
+    app = FastAPI(
+        title="Trimtab",
+        version=__version__,
+        description="OpenAI-compatible API",
+        docs_url=None,  # its page loads scripts from elsewhere; the document itself is at /openapi.json
+        redoc_url=None,
+    )
     errors.install(app)
     _add_generation(app, service)
     _add_status(app, service, started)

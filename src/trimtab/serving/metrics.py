@@ -120,7 +120,9 @@ class _EngineCollector(Collector):
         yield self._budget(stats)
         yield self._by("trimtab:step_seconds", "Time in steps, by phase", "phase", stats.phase_seconds)
         yield self._by("trimtab:fallbacks", "Steps without drafts, by reason", "reason", stats.fallbacks_by_reason)
-        yield self._counter("trimtab:untrimmed_drafts", "Drafts verified in full to explore", stats.num_untrimmed)
+        yield self._counter(
+            "trimtab:untrimmed_drafts", "Drafts verified in full to explore", stats.policy.num_untrimmed
+        )
 
     def _budget(self, stats: EngineStats) -> Metric:
         """How many slots steps verified, as a histogram with an edge at every power of two."""
