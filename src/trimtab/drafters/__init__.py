@@ -64,4 +64,15 @@ def _load(path: str) -> Builder:
     return builder
 
 
-__all__ = ["DraftBatch", "DraftSampler", "Drafter", "make_drafter", "methods"]
+def check_drafter(drafter: Drafter, target: ModelExecutor, seed: int = 0) -> None:
+    """Try a drafter on what the engine relies on; see :func:`trimtab.drafters.conformance.check_drafter`.
+
+    Raises:
+        ConformanceError: naming the first rule that is broken.
+    """
+    from trimtab.drafters.conformance import check_drafter as check
+
+    check(drafter, target, seed)
+
+
+__all__ = ["DraftBatch", "DraftSampler", "Drafter", "check_drafter", "make_drafter", "methods"]
