@@ -222,7 +222,12 @@ def check_planner(
 
 
 def check_non_anticipation(planner: Planner, inputs: PlanInput, seed: int = 0, trials: int = 8) -> None:
-    """Whether slot (r, i) is admitted must not change with the survival of later positions of request r.
+    """A plan must come from what a sequential reveal has seen when it stops: two properties of the planner.
+
+    Of each request alone: whether slot (r, i) is admitted does not change with the survival of later positions of r.
+    Of all together: the plan does not change when survival past every request's first refused slot changes at once.
+    The first does not imply the second: of two requests, each may be verified by what the other's last slot shows, and
+    then their outputs are correlated.
 
     Args:
         planner: what is checked.
@@ -231,17 +236,14 @@ def check_non_anticipation(planner: Planner, inputs: PlanInput, seed: int = 0, t
         trials: replacements per slot; among them 0 and the largest value that is allowed.
 
     Raises:
-        AssertionError: names the slot that moved.
+        AssertionError: names the slot that moved, or both plans.
     """
     rng = np.random.default_rng(seed)
     counts = planner.plan(inputs).num_verified
     for request, drafted in enumerate(inputs.num_drafted):
         for position in range(int(drafted) - 1):
             for trial in range(trials):
-                survival = inputs.survival.copy()
-                tail = rng.choice((rng.random(), 0.5, 1.0), size=survival.shape[1] - position - 1).cumprod()
-                tail = (np.zeros_like(tail), np.ones_like(tail), tail)[min(trial, 2)]
-                survival[request, position + 1 :] = survival[request, position] * tail
+                survival = _with_new_tail(inputs.survival, request, position, trial, rng)
                 changed = planner.plan(replace(inputs, survival=survival)).num_verified
                 before, after = (min(int(plan[request]), position + 1) for plan in (counts, changed))
                 if before != after:
@@ -249,6 +251,25 @@ def check_non_anticipation(planner: Planner, inputs: PlanInput, seed: int = 0, t
                         f"{planner.name} anticipates: of request {request}, {before} of the first {position + 1} slots "
                         f"were admitted, but {after} after survival past position {position} became {survival[request]}"
                     )
+    for trial in range(trials):
+        survival = inputs.survival
+        for request, count in enumerate(counts):
+            survival = _with_new_tail(survival, request, int(count), trial, rng)
+        changed = planner.plan(replace(inputs, survival=survival)).num_verified
+        if (changed != counts).any():
+            raise AssertionError(
+                f"{planner.name} anticipates: it admitted {counts.tolist()}, but {changed.tolist()} after survival "
+                f"past the first refused slot of every request became {survival.tolist()}"
+            )
+
+
+def _with_new_tail(survival: Array, request: int, position: int, trial: int, rng: np.random.Generator) -> Array:
+    """A copy in which survival of ``request`` past ``position`` is 0, the most it can be, or random."""
+    survival = survival.copy()
+    tail = rng.choice((rng.random(), 0.5, 1.0), size=len(survival[request, position + 1 :])).cumprod()
+    tail = (np.zeros_like(tail), np.ones_like(tail), tail)[min(trial, 2)]
+    survival[request, position + 1 :] = survival[request, position : position + 1] * tail
+    return survival
 
 
 @dataclass(frozen=True)
