@@ -50,7 +50,7 @@ def test_requests_that_decide_for_each_other_are_refused():
 
 @pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
 def test_what_is_not_revealed_moves_nothing(planner):
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=12, deadline=None)
     @given(inputs=plan_inputs(max_requests=6, max_positions=5))
     def check(inputs):
         check_non_anticipation(planner, inputs, trials=3)
