@@ -208,7 +208,8 @@ def test_a_target_without_mtp_and_modules_of_experts_are_refused(target: ModelEx
         make_drafter(settings(method="mtp"), expert)
 
 
-def test_int8_targets_get_int8_drafters_close_to_float(tmp_path: Path) -> None:
+def test_int8_targets_get_int8_drafters_close_to_float(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trimtab.drafters.checkpoint.SMALL_LINEAR", 0)
     directory = save_tiny_model(tmp_path / "target", num_hidden_layers=L)
     layout = layouts.dspark("gated", "speculators")
     shown = []

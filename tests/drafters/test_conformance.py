@@ -67,3 +67,11 @@ def test_broken_drafters_are_caught(changes: Any, problem: str, target: ModelExe
     check_drafter(Broken(), target)
     with pytest.raises(ConformanceError, match=problem):
         check_drafter(Broken(**changes), target)
+
+
+def test_the_drafter_of_the_how_to_conforms(target: ModelExecutor) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "drafter.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    scope: dict[str, Any] = {}
+    exec(compile(code, "drafter.md", "exec"), scope)
+    check_drafter(scope["build"](settings(num_speculative_tokens=3), target), target)

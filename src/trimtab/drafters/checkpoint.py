@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from trimtab.drafters.formats import CheckpointError, Parsed, is_mtp_tensor, parse, parse_mtp
 from trimtab.drafters.networks import DraftNetwork, DraftShape
 from trimtab.models.executor import ModelExecutor
+from trimtab.models.fusion import fuse
 from trimtab.models.loader import resolve_model
-from trimtab.models.quantization import Int8Linear, quantize_linears
+from trimtab.models.quantization import Int8Linear, replace_linears
 
 SHIPPED = Path(__file__).parent / "shipped"
+SMALL_LINEAR = 1 << 16  # weights; below, a float product is faster than an int8 one
 SHARED = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 # Copies of the target's own weights that some checkpoints carry, and what only training used.
 IGNORED = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.", "target_model.")
@@ -155,8 +157,9 @@ def fill(network: Network, checkpoint: DraftCheckpoint, target: ModelExecutor) -
         network.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False, device="meta")
         network.lm_head.weight = nn.Parameter(head.to(torch.float32))
     network.requires_grad_(False).eval()
+    fuse(network)
     if target.loaded.dtype == "int8":
-        quantize_linears(network)
+        replace_linears(network, _quantized)
     else:
         network.to(target.dtype)
     network.to(target.device)
@@ -166,6 +169,13 @@ def fill(network: Network, checkpoint: DraftCheckpoint, target: ModelExecutor) -
     if network.lm_head is None:
         network.lm_head = target.lm_head
     return network
+
+
+def _quantized(_name: str, linear: nn.Linear) -> nn.Module:
+    """int8 where it saves time: scaling the rows of a small product costs more than the product."""
+    if linear.weight.numel() < SMALL_LINEAR:
+        return linear
+    return Int8Linear(linear.weight.data, None if linear.bias is None else linear.bias.data)
 
 
 def head_rows(target: ModelExecutor, ids: Tensor) -> Tensor:

@@ -59,9 +59,10 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.act_fn = nn.SiLU()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        output: Tensor = self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
         return output
 
 
@@ -136,8 +137,8 @@ class DecoderLayer(nn.Module):
         self, residual: Tensor, normed: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend, index: int
     ) -> Tensor:
         """Attention from ``normed [T, input_size]``, then the MLP, both added to ``residual [T, hidden_size]``."""
-        keys, values = self.self_attn.keys_values(normed, rotation)
-        attended = attend(index, self.self_attn.queries(normed, rotation), keys, values)
+        queries = self.self_attn.queries(normed, rotation)  # first: a fused projection is asked in this order
+        attended = attend(index, queries, *self.self_attn.keys_values(normed, rotation))
         hidden = residual + self.self_attn.o_proj(attended.flatten(1))
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
