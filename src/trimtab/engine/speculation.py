@@ -188,7 +188,8 @@ class Speculation:
             forced=np.pad(pinned | explored | self.warming_up, (0, num_others)),
         )
         plan = self.planner.plan(inputs)
-        self.history = update_history(self.history, inputs, plan)
+        if not self.warming_up:  # what an estimator predicts that knows nothing must not count as experience
+            self.history = update_history(self.history, inputs, plan)
         self.num_untrimmed += int(explored.sum())
         if self.adaptive and not self.warming_up:  # what is verified anyway says nothing about whether drafting pays
             self.gate = self.gate.after(int(plan.num_verified[: len(requests)][~(pinned | explored)].sum()))

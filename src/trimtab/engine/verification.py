@@ -110,23 +110,24 @@ def _verify_sampled(
     settings = RowSettings.of([request.params for request in requests])
     drafts = [request.draft if count else None for request, count in zip(requests, num_verified, strict=True)]
     width = max(num_verified)
-    draft_tokens = torch.zeros(len(requests), width, dtype=torch.int64)
+    tokens, uniforms = [], []
     drawn_probs = torch.ones(len(requests), width)
-    uniforms = torch.zeros(len(requests), width + 1, dtype=torch.float64)
     for index, (request, draft, count) in enumerate(zip(requests, drafts, num_verified, strict=True)):
-        draws = request.draws.draw(count + 1)
-        uniforms[index, :count] = torch.tensor(draws[:count], dtype=torch.float64)
-        uniforms[index, -1] = draws[count]
+        draws, padding = request.draws.draw(count + 1), [0] * (width - count)
+        uniforms.append([*draws[:count], *padding, draws[count]])
+        tokens.append([*(draft.tokens[:count] if draft is not None else ()), *padding])
         if draft is not None:
-            draft_tokens[index, :count] = torch.tensor(draft.tokens[:count])
             drawn_probs[index, :count] = draft.round.drawn_probs[draft.row, :count]
+    draft_tokens = torch.tensor(tokens, dtype=torch.int64).view(len(requests), width)
 
     def target_law(wanted: Tensor) -> Tensor:
         return sampling_probs(logits[rows[wanted]], settings.select(owners[wanted]))
 
     law = RequestDraftLaw(drafts, logits.shape[1])
     method = block_verify if block else rejection_sample
-    verification = method(target_law, num_verified, draft_tokens, drawn_probs, law, uniforms)
+    verification = method(
+        target_law, num_verified, draft_tokens, drawn_probs, law, torch.tensor(uniforms, dtype=torch.float64)
+    )
     return _tokens_to_host(verification, draft_tokens)
 
 
