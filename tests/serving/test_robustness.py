@@ -192,8 +192,12 @@ def test_an_engine_that_always_fails_dies_red_and_exits_with_one(tiny_model: str
 
 
 def test_draining_finishes_what_runs_and_refuses_what_comes(tiny_model: str) -> None:
-    with running(tiny_model, "--dtype", "float32", "--no-speculation") as server, ThreadPoolExecutor(1) as pool:
-        client = httpx.Client(base_url=server.url, timeout=60)
+    flags = ("--dtype", "float32", "--no-speculation")
+    with (
+        running(tiny_model, *flags) as server,
+        ThreadPoolExecutor(1) as pool,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
         running_request = pool.submit(server.post, "/v1/completions", **LONG | {"n": 32})
         wait_until(lambda: server.metric("vllm:num_requests_running") > 0)
         server.signal(signal.SIGTERM)

@@ -195,7 +195,8 @@ class EngineThread:
             error = StepFailedError("generation failed; the server's log has the reason")
             self._to_loop(lambda: self._end_streams(error, victims))
             return []
-        self._num_failed_steps = 0
+        if any(output.token_ids for output in outputs):  # else it may only have reported what was aborted
+            self._num_failed_steps = 0
         return outputs
 
     def _do_commands(self) -> None:
