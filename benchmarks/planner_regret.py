@@ -6,7 +6,7 @@
 2. Optimal stopping: relative to the best rule that does not anticipate, by dynamic programming, for small R and K.
 
 Drafts: every request has a difficulty that follows an AR(1) process from token to token; confidences are calibrated,
-with noise from slot to slot. All planners see the same drafts, whose requests advance by what the live optimum had accepted.
+with noise from slot to slot. All planners see the same drafts; requests advance by what the live optimum got accepted.
 
 Run: python benchmarks/planner_regret.py
 """

@@ -53,8 +53,13 @@ class CostCurve:
             raise ValueError(f"tokens must be non-negative and strictly increasing, got {token_array.tolist()}")
         if (np.diff(ms_array) < 0).any():
             raise ValueError(f"a cost curve must not decrease, got {ms_array.tolist()}; see isotonic()")
-        for name, value in (("tokens", token_array), ("ms", ms_array), ("staircase", bool(staircase))):
-            object.__setattr__(self, name, value)
+        self._set(token_array, ms_array, bool(staircase))
+
+    def _set(self, tokens: Array, ms: Array, staircase: bool) -> CostCurve:
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "ms", ms)
+        object.__setattr__(self, "staircase", staircase)
+        return self
 
     @classmethod
     def linear(cls, fixed_ms: float, ms_per_token: float) -> CostCurve:
@@ -92,7 +97,8 @@ class CostCurve:
             slopes = np.diff(ms) / np.diff(counts)
             keep = np.concatenate(([True], slopes[1:] > slopes[:-1] * (1 + 1e-12), [True]))[: len(counts)]
             if keep.all():
-                return CostCurve(counts, ms)
+                # Not checked again: a planner asks for this in every step.
+                return object.__new__(CostCurve)._set(counts, ms, False)
             counts, ms = counts[keep], ms[keep]
 
     def _last_slope(self) -> float:
