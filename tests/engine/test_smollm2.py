@@ -76,8 +76,8 @@ def test_greedy_output_is_that_of_plain_decoding_up_to_near_ties(
 def test_speculated_tokens_follow_the_distribution_of_transformers(plain: Engine) -> None:
     """Chi-square over 20,000 draws of the token after a draft that is sometimes right.
 
-    The prompt repeats itself, so that a look-up often drafts; the second token of each output is an accepted draft, what
-    was drawn instead of a rejected one, or plain. Whole blocks of the prompt are computed once.
+    The prompt repeats itself, so that a look-up often drafts; the second token of each output is an accepted draft,
+    what was drawn instead of a rejected one, or plain. Whole blocks of the prompt are computed once.
     """
     tokenizer = plain.tokenizer
     prompt = list(tokenizer("red, blue, green, " * 6).input_ids)[:33]  # four blocks and one token
