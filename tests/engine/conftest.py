@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,13 +27,6 @@ class Output:
     finish_reason: str | None = None
     error: str | None = None
     num_steps: int = 0
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRIMTAB_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="session")
@@ -76,9 +69,17 @@ MakeEngine = Callable[..., Engine]
 
 
 @pytest.fixture(scope="session")
-def make_engine(target_dir: str) -> MakeEngine:
+def make_engine(target_dir: str, tmp_path_factory: pytest.TempPathFactory) -> MakeEngine:
+    profiles = str(tmp_path_factory.mktemp("profiles"))
+
     def make(speculative_config: dict[str, Any] | None = None, **settings: Any) -> Engine:
-        settings = {"model": target_dir, "dtype": "float32", "max_model_len": 128, "block_size": 8} | settings
+        settings = {
+            "model": target_dir,
+            "dtype": "float32",
+            "max_model_len": 128,
+            "block_size": 8,
+            "state_dir": profiles,
+        } | settings
         engine = Engine(EngineConfig(speculative_config=speculative_config, **settings))
         if engine.speculation is not None:  # steep enough that trimming pays, and the same on every machine
             fix_cost(engine, CostModel.constant(1.0, 0.1))

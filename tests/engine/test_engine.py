@@ -81,10 +81,10 @@ def test_a_seeded_request_gives_the_same_output_alone_and_in_any_batch(
     make_engine: MakeEngine, speculative: Settings, drafter: str, method: str
 ) -> None:
     engine = make_engine(speculative[drafter] | {"rejection_sample_method": method}, enable_prefix_caching=True)
-    seeded = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=60)
+    seeded = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=40)
     prompt = prompts(1, seed=9)[0]
     alone = run(engine, [(prompt, seeded)])[0].token_ids
-    others = [(p, SamplingParams(temperature=1.0, max_tokens=50, top_k=20)) for p in prompts(15, seed=2)]
+    others = [(p, SamplingParams(temperature=1.0, max_tokens=30, top_k=20)) for p in prompts(15, seed=2)]
     assert run(engine, [(prompt, seeded), *others])[0].token_ids == alone
     small = make_engine(
         speculative[drafter] | {"rejection_sample_method": method}, num_kv_blocks=24, max_num_batched_tokens=40
@@ -108,7 +108,7 @@ def test_sampled_tokens_follow_the_target(
     # The model's own greedy text repeats itself, so that a look-up finds something.
     prompt = [5, 6, 7, *run(plain, [([5, 6, 7], replace(GREEDY, max_tokens=24, ignore_eos=True))])[0].token_ids]
     params = SamplingParams(temperature=0.7, top_k=3, max_tokens=4, ignore_eos=True)
-    count = 1200
+    count = 800
     outputs = run(engine, [(prompt, params) for _ in range(count)])
     assert engine.stats().num_accepted > 50
     model = AutoModelForCausalLM.from_pretrained(target_dir)
