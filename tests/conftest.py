@@ -1,4 +1,4 @@
-"""Shared test configuration: two threads and no surprises from the environment."""
+"""Shared test configuration: no surprises from the environment."""
 
 import os
 
