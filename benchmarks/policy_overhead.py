@@ -1,6 +1,6 @@
 """What adaptive verification costs per step on one core.
 
-Decision: confidence + survival + observe for R requests and K positions (the vocabulary does not enter).
+Decision: confidence + survival, plan + history, observe, for R requests and K positions (the vocabulary does not enter).
 Features: time of the default features of 16 x 49,152 logits over that of one softmax of the same logits, run in turn,
 both into memory that is there already (the softmax remains for a sampler to go on with);
 also from probabilities that a sampler has already, for peaked rows, and for all lossless features at once.
@@ -20,12 +20,17 @@ import torch
 from provenance import write_result
 
 from trimtab.policy import (
+    CostCurve,
     DraftSignals,
+    PlanInput,
+    PlannerHistory,
     VerificationOutcome,
     draft_features,
     draft_features_from_probs,
     make_confidence,
+    make_planner,
     survival_probs,
+    update_history,
 )
 
 ALL_FEATURES = ("logit_q_max", "log_q_max", "neg_log_neg_log_q_max", "top2_margin", "entropy")
@@ -86,10 +91,14 @@ def decision_times(num_requests: int, num_positions: int, repeats: int) -> dict[
     accepted = torch.from_numpy(rng.integers(0, num_positions + 1, num_requests))
     verified = torch.full((num_requests,), num_positions)
     teaches, keys = torch.ones(num_requests, dtype=torch.bool), torch.arange(num_requests)
-    times: dict[str, list[float]] = {"predict": [], "observe": []}
+    cost, planner, history = CostCurve.linear(20.0, 0.5), make_planner(), PlannerHistory.start(num_positions)
+    times: dict[str, list[float]] = {"predict": [], "plan": [], "observe": []}
     for _ in range(repeats):
         marks = [time.perf_counter()]
-        survival_probs(source.confidence(signals), signals.num_drafted)
+        survival = survival_probs(source.confidence(signals), signals.num_drafted)
+        marks.append(time.perf_counter())
+        inputs = PlanInput(survival.numpy(), signals.num_drafted.numpy(), num_requests, cost, history)
+        history = update_history(history, inputs, planner.plan(inputs))
         marks.append(time.perf_counter())
         source.observe(signals, VerificationOutcome(verified, accepted, teaches, keys))
         marks.append(time.perf_counter())
