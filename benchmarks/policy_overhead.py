@@ -1,6 +1,6 @@
 """What adaptive verification costs per step on one core.
 
-Decision: confidence + survival, plan + history, observe, for R requests and K positions (the vocabulary does not enter).
+Decision: confidence + survival, plan + history, observe; R requests, K positions (the vocabulary does not enter).
 Features: time of the default features of 16 x 49,152 logits over that of one softmax of the same logits, run in turn,
 both into memory that is there already (the softmax remains for a sampler to go on with);
 also from probabilities that a sampler has already, for peaked rows, and for all lossless features at once.
