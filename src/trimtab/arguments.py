@@ -144,7 +144,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     speculation.add_argument(
         SPECULATION,
         metavar="JSON",
-        help="drafter and verification; default: the model's shipped drafter, else ngram; none: plain decoding. "
+        help="drafter and verification; default: ngram; none: plain decoding. "
         f"Also by key: {SPECULATION}.num_speculative_tokens 5. Keys: {keys}",
     )
     speculation.add_argument("--no-speculation", action="store_true", help="decode plainly")
@@ -182,9 +182,9 @@ def engine_config_from(arguments: argparse.Namespace) -> EngineConfig:
     if arguments.no_speculation or text == "none":
         return settings_from(arguments, EngineConfig, speculative_config=None)
     given = parse_speculation(text) if text is not None else {}
-    config = settings_from(arguments, EngineConfig, speculative_config=given)
+    settings_from(arguments, EngineConfig, speculative_config=given)  # other mistakes are named first
     if given.get("method") is None and given.get("model") is None:
         from trimtab.llm import default_speculation
 
-        given = default_speculation(config.model).model_dump(exclude_unset=True) | given
+        given = default_speculation().model_dump(exclude_unset=True) | given
     return settings_from(arguments, EngineConfig, speculative_config=given)

@@ -100,8 +100,8 @@ def _converted(gguf: Path, progress: Progress) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    tokenizer = _quietly(lambda: AutoTokenizer.from_pretrained(**source), gguf.name, "tokenizer")
+    model = _quietly(lambda: AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32), gguf.name, "weights")
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
     try:
