@@ -208,7 +208,7 @@ class LLM:
 def default_speculation() -> SpeculativeConfig:
     """The speculative config where none was given: prompt lookup, which costs nothing to draft.
 
-    The shipped DSpark drafter of SmolLM2 is not the default: at acceptance length 1.4 it does not yet pay for itself
+    The shipped DSpark drafter of SmolLM2 is not the default: at acceptance length 1.3 it does not yet pay for itself
     on a CPU (`benchmarks/results/default_drafter.json`).
     """
     return SpeculativeConfig.model_validate({"method": "ngram", "num_speculative_tokens": 4})
