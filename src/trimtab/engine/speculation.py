@@ -371,6 +371,7 @@ class Speculation:
             planner=self.planner.name,
             num_untrimmed=self.num_untrimmed,
             cost_points=tuple((int(t), float(ms)) for t, ms in zip(curve.tokens, curve.ms, strict=True)),
+            cost_measured=tuple(self.cost.measured),
             cost_relative_error=self.cost.relative_error,
             mean_survival=tuple(np.cumprod(self.history.continuation).tolist()),
         )
@@ -386,6 +387,7 @@ class Speculation:
             num_refused_refits=estimator.num_refused,
             log_loss=last.log_loss if last is not None else None,
             ece=last.calibration_error if last is not None else None,
+            reliability=tuple((p / n, a / n, n) for p, a, n in estimator.recent_bins.T.tolist() if n > 0),
         )
 
     def save(self) -> None:

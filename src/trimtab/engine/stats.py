@@ -16,8 +16,11 @@ class PolicyStats:
         slopes: of the estimator, by feature name.
         intercepts: ``[K]`` of the estimator.
         log_loss, ece: of the estimator's last round, each slot scored before it was learned.
+        reliability: ``(mean confidence, share accepted, slots)`` of each non-empty tenth of the confidences, over about
+            the last ten rounds, scored likewise.
         cost_points: ``(tokens, milliseconds)`` of the current cost curve.
-        cost_relative_error: mean of |predicted - measured| / measured of recent steps.
+        cost_measured: ``(tokens, milliseconds)`` of the last 256 steps.
+        cost_relative_error: median of |measured / predicted - 1| over those steps.
         mean_survival: ``[K]`` mean predicted survival of recent drafts.
         num_untrimmed: drafts verified in full for exploration.
     """
@@ -30,7 +33,9 @@ class PolicyStats:
     num_refused_refits: int = 0
     log_loss: float | None = None
     ece: float | None = None
+    reliability: tuple[tuple[float, float, float], ...] = ()
     cost_points: tuple[tuple[int, float], ...] = ()
+    cost_measured: tuple[tuple[int, float], ...] = ()
     cost_relative_error: float | None = None
     mean_survival: tuple[float, ...] = ()
     num_untrimmed: int = 0

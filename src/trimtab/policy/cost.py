@@ -260,6 +260,7 @@ class CostModel:
         self._regression.forget_certainty()
         self._drafting, self._draft_unit = _fit_drafts(self.drafts)
         self._errors: deque[float] = deque(maxlen=256)
+        self.measured: deque[tuple[int, float]] = deque(maxlen=256)  # (tokens, ms) of the last observed steps
 
     @classmethod
     def constant(cls, ms: float = 1.0, ms_per_token: float = 0.0) -> CostModel:
@@ -292,6 +293,7 @@ class CostModel:
             return
         terms = self._terms(shape)
         self._errors.append(abs(ms / self._regression.predict(terms) - 1))
+        self.measured.append((shape.all_tokens, ms))
         error = self._regression.observe(terms, ms)
         place = np.interp(shape.all_tokens, self.knots, np.arange(len(self.knots)))
         near = np.maximum(1 - np.abs(np.arange(len(self.knots)) - place), 0.0)

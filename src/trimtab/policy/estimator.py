@@ -140,6 +140,9 @@ class AcceptanceEstimator:
         self.num_refits = self.num_refused = self.num_labels = self.num_dropped_slots = 0
         self.last_round: QualitySummary | None = None
         """Progressive log-loss and calibration of the last whole round: each slot scored before it was learned."""
+        self.recent_bins: Array = np.zeros((3, 10))
+        """``[3, 10]`` sums of predictions, accepted slots and slots by tenth of the prediction, scored likewise; a
+        round counts for 0.9 of the one after it."""
         slopes = np.zeros(len(self.feature_names))
         slopes[self._monotone_index()] = START_SLOPE
         self.coefficients = Coefficients(slopes, np.full(num_positions, START_INTERCEPT))
@@ -214,6 +217,7 @@ class AcceptanceEstimator:
         self.num_labels += int(self._buckets[:, -self.num_positions :].sum())
         if self._quality.count:
             self.last_round = self._quality.summary()
+            self.recent_bins = 0.9 * self.recent_bins + self._quality.bin_sums()
         self._clear_round()
         self.num_refits += 1
         if not self._take(irls.newton_step(sums)):

@@ -181,13 +181,19 @@ class StreamingQuality:
         self._sums += other._sums
         self._loss += other._loss
 
+    def bin_sums(self, num_bins: int = 10) -> Array:
+        """``[3, num_bins]`` sums of predictions, of accepted slots and of slots in bins of equal width."""
+        if self.resolution % num_bins:
+            raise ValueError(f"num_bins {num_bins} does not divide resolution {self.resolution}")
+        self._flush()
+        sums: Array = self._sums.reshape(3, num_bins, -1).sum(-1)
+        return sums
+
     def curve(self, num_bins: int = 10, strategy: Binning = "uniform") -> ReliabilityCurve:
         """Reliability curve; ``num_bins`` must divide the resolution for equal width."""
-        self._flush()
         if strategy == "uniform":
-            if self.resolution % num_bins:
-                raise ValueError(f"num_bins {num_bins} does not divide resolution {self.resolution}")
-            return _curve(*self._sums.reshape(3, num_bins, -1).sum(-1))
+            return _curve(*self.bin_sums(num_bins))
+        self._flush()
         before = np.cumsum(self._sums[2]) - self._sums[2]
         bins = np.minimum((before * num_bins / max(self.count, 1)).astype(np.int64), num_bins - 1)
         return _curve(*_bin_sums(bins, num_bins, *self._sums))

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from trimtab import __version__
 from trimtab.serving import errors
 from trimtab.serving.config import ServerConfig
-from trimtab.serving.engine_thread import EngineDeadError
+from trimtab.serving.dashboard import add_dashboard
 from trimtab.serving.errors import APIError
 from trimtab.serving.metrics import ServerMetrics
 from trimtab.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
@@ -53,6 +53,7 @@ def create_app(service: Service, started: int) -> FastAPI:
     errors.install(app)
     _add_generation(app, service)
     _add_status(app, service, started)
+    add_dashboard(app, service, started)
     app.add_middleware(Gate, config=service.config, metrics=service.metrics)
     if service.config.allowed_origins:
         from starlette.middleware.cors import CORSMiddleware
@@ -112,10 +113,7 @@ def _add_status(app: FastAPI, service: Service, started: int) -> None:
     @app.get("/metrics", responses={503: ERRORS[503]})
     async def metrics() -> Response:
         """Counters in Prometheus' text format."""
-        try:
-            stats = await service.engine.stats()
-        except EngineDeadError as error:
-            raise APIError(503, "the engine stopped") from error
+        stats = await service.stats()
         return Response(service.metrics.render(stats), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

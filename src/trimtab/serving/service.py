@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from trimtab.engine.request import RequestOutput
 from trimtab.engine.sampling_params import SamplingParams
+from trimtab.engine.stats import EngineStats
 from trimtab.llm import Completion, chat_token_ids, default_sampling
 from trimtab.serving.config import ServerConfig
 from trimtab.serving.engine_thread import EngineDeadError, EngineThread, StepFailedError
@@ -95,6 +96,17 @@ class Service:
         finally:
             await job.close()
         return Response(status_code=499) if whole is None else JSONResponse(whole)
+
+    async def stats(self) -> EngineStats:
+        """The engine's counters.
+
+        Raises:
+            APIError: if the engine stopped.
+        """
+        try:
+            return await self.engine.stats()
+        except EngineDeadError as error:
+            raise APIError(503, "the engine stopped") from error
 
     async def _start(self, body: GenerationRequest, request_id: str) -> Job:
         """Admit, tokenize, and hand to the engine."""
