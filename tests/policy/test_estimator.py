@@ -380,6 +380,17 @@ def test_progressive_quality_of_a_round_is_scored_before_learning():
     assert estimator.last_round.calibration_error > 0.2
 
 
+def test_recent_bins_hold_each_round_and_forget_the_older():
+    estimator = run(AcceptanceEstimator(3), Traffic([0.5], [-0.2] * 3, seed=2), 100)
+    first, num_first = estimator.recent_bins, estimator.last_round.count
+    assert first.shape == (3, 10)
+    assert first[2].sum() == num_first
+    assert first[0].sum() / num_first == pytest.approx(estimator.last_round.mean_predicted)
+    assert first[1].sum() / num_first == pytest.approx(estimator.last_round.mean_observed)
+    run(estimator, Traffic([0.5], [-0.2] * 3, seed=3), 100)
+    assert estimator.recent_bins[2].sum() == pytest.approx(0.9 * num_first + estimator.last_round.count)
+
+
 def test_state_survives_a_restart(tmp_path):
     estimator = run(AcceptanceEstimator(3), Traffic([0.8], [0.5, 0.2, 0.0]), 250)
     path = tmp_path / "state" / "estimator.json"

@@ -103,7 +103,7 @@ def test_without_the_key_only_probes_answer(strict: Server) -> None:
         assert reply.status_code == 401
         assert reply.json()["error"]["code"] == "invalid_api_key"
     assert httpx.get(f"{strict.url}/v1/models", headers=KEY).status_code == 200
-    for path in ("/health", "/ready", "/metrics", "/version"):
+    for path in ("/health", "/ready", "/metrics", "/version", "/dashboard", "/dashboard/stats"):
         assert httpx.get(f"{strict.url}{path}").status_code == 200
     with pytest.raises(openai.AuthenticationError):
         strict.client().models.list()

@@ -365,7 +365,8 @@ class Speculation:
 
     def stats(self) -> PolicyStats:
         """What the policy knows of itself."""
-        curve = self.cost.curve(1)
+        last_step = self._shape or StepShape(1, 1)
+        curve = self.cost.curve(last_step.num_requests, 0, last_step.context_tokens)
         stats = PolicyStats(
             confidence=self.source.name,
             planner=self.planner.name,

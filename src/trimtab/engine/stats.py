@@ -18,7 +18,7 @@ class PolicyStats:
         log_loss, ece: of the estimator's last round, each slot scored before it was learned.
         reliability: ``(mean confidence, share accepted, slots)`` of each non-empty tenth of the confidences, over about
             the last ten rounds, scored likewise.
-        cost_points: ``(tokens, milliseconds)`` of the current cost curve.
+        cost_points: ``(tokens, milliseconds)`` of the cost curve at the last step's requests and context.
         cost_measured: ``(tokens, milliseconds)`` of the last 256 steps.
         cost_relative_error: median of |measured / predicted - 1| over those steps.
         mean_survival: ``[K]`` mean predicted survival of recent drafts.
